@@ -1,0 +1,1 @@
+"""What each framework holds, in its own terms: sinks for engines, sources for trainers."""

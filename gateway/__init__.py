@@ -1,0 +1,1 @@
+"""Who moves it when: the control plane."""

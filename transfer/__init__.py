@@ -1,0 +1,1 @@
+"""What moves: regions, layouts, plans and the executor. No engine, no HTTP."""

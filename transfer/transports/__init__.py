@@ -1,0 +1,1 @@
+"""Groups that carry the bytes: torch.distributed (NCCL, Gloo)."""
