@@ -1,0 +1,180 @@
+"""SGLang plugin (entry-point group `sglang.srt.plugins`): serves weight updates inside each scheduler process.
+
+It answers the requests of SGLang's own update API that carry a group name of ours, `weightcast/PAIR/INSTANCE/EPOCH`, and leaves all
+others to SGLang:
+
+- `init_weights_update_group`: describe this rank, register it with the gateway at master_address:master_port, fetch its part, join.
+- `update_weights_from_distributed` with load format "weightcast": receive, inside the engine's update session.
+- `end_weight_update`: after SGLang has computed its derived weights, digest the memory and report.
+- `destroy_weights_update_group`: leave.
+
+No error leaves a hook: it comes back as `success=False` with our message, and the server lives. The token is taken from the
+environment of the server (WEIGHTCAST_TOKEN); WEIGHTCAST_GATEWAY overrides the gateway's address.
+
+Facts about SGLang are from 0.5.23: `srt/managers/scheduler_components/weight_updater.py`, `srt/plugins/hook_registry.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from weightcast.gateway.engines import LOAD_FORMAT
+from weightcast.gateway.worker import InstanceWorker
+from weightcast.transfer.errors import InputError, PairStateError
+
+__all__ = ["GATEWAY_VARIABLE", "register"]
+
+log = logging.getLogger("weightcast.sglang")
+
+GATEWAY_VARIABLE = "WEIGHTCAST_GATEWAY"
+"""Environment variable with the gateway's URL, for servers that do not reach it by the address in the request."""
+ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
+"""Environment variable with the address on which this engine's ranks can be reached by the trainer's."""
+
+PREFIX = "weightcast/"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+
+
+class _Session:
+    """The one worker of this scheduler process and what is left to do at the end of the update session."""
+
+    def __init__(self) -> None:
+        self.worker: InstanceWorker | None = None
+        self.group = ""
+        self.written = False
+
+    def replace(self, group: str, worker: InstanceWorker) -> None:
+        self.close()
+        self.group, self.worker = group, worker
+
+    def of(self, group: str) -> InstanceWorker:
+        if self.worker is None or group != self.group:
+            raise PairStateError(f"this rank is in group {self.group or 'none'}, not in {group}; init the group first")
+        return self.worker
+
+    def close(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+        self.worker, self.group, self.written = None, "", False
+
+
+_session = _Session()
+
+
+def register() -> None:
+    """Entry point: hooks the update API of the scheduler. Called by SGLang in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, hook in (
+        ("init_weights_update_group", _init_group),
+        ("destroy_weights_update_group", _destroy_group),
+        ("update_weights_from_distributed", _update),
+        ("end_weight_update", _end),
+    ):
+        HookRegistry.register(_MANAGER + name, hook, HookType.AROUND)
+
+
+def _answer(output: str, work: Callable[[], str]) -> Any:
+    """Runs `work` and makes SGLang's answer of it: its message on success, the error's on failure."""
+    from sglang.srt.managers import io_struct
+
+    make = getattr(io_struct, output)
+    try:
+        return make(success=True, message=work())
+    except Exception as error:  # an exception that escaped would end the server
+        log.exception("weightcast: %s failed", output)
+        return make(success=False, message=f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def _init_group(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if not request.group_name.startswith(PREFIX):
+        return original(manager, request)
+    return _answer("InitWeightsUpdateGroupReqOutput", lambda: _connect(manager, request))
+
+
+def _connect(manager: Any, request: Any) -> str:
+    from weightcast.adapters.sglang import SglangSink
+
+    parts = request.group_name.split("/")
+    if len(parts) != 4 or not parts[3].isdecimal():
+        raise InputError(f"group name {request.group_name!r} is not weightcast/PAIR/INSTANCE/EPOCH")
+    _, pair, instance, epoch = parts
+    runner = manager.tp_worker.model_runner
+    url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
+    rank, world = _rank_of(runner)
+    if world != request.world_size:
+        raise InputError(f"instance {instance} has {world} ranks, the pair says {request.world_size}; correct world_size")
+    worker = InstanceWorker(
+        url,
+        pair,
+        instance,
+        SglangSink.from_model_runner(runner),
+        rank=rank,
+        world_size=world,
+        backend=request.backend,
+        address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+    )
+    _session.replace(request.group_name, worker)
+    worker.connect(int(epoch))
+    return f"joined {request.group_name} as rank {rank}"
+
+
+def _rank_of(runner: Any) -> tuple[int, int]:
+    """This process's rank among all of the engine's, and their number: pipeline stage major, tensor rank minor."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return parallel.pp_rank * parallel.tp_size + parallel.tp_rank, parallel.pp_size * parallel.tp_size
+
+
+def _destroy_group(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if not request.group_name.startswith(PREFIX):
+        return original(manager, request)
+
+    def leave() -> str:
+        # A group of an earlier epoch was left when the next one was joined.
+        if request.group_name == _session.group:
+            _session.close()
+        return f"left {request.group_name}"
+
+    return _answer("DestroyWeightsUpdateGroupReqOutput", leave)
+
+
+def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    ours = request.load_format == LOAD_FORMAT
+    if not ours and not request.group_name.startswith(PREFIX):
+        return original(manager, request)
+
+    def transfer() -> str:
+        if not ours:
+            raise InputError(f"group {request.group_name} is weightcast's: load_format must be {LOAD_FORMAT!r}, not {request.load_format!r}")
+        if manager._session is None:
+            raise PairStateError("a transfer must run between begin_weight_update and end_weight_update")
+        worker = _session.of(request.group_name)
+        # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived weights anew.
+        report = worker.transfer()
+        _session.written = True
+        return f"received {report.received_bytes} bytes"
+
+    return _answer("UpdateWeightsFromDistributedReqOutput", transfer)
+
+
+def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if not _session.written:
+        return original(manager, request)
+    _session.written = False
+
+    def verify() -> str:
+        worker = _session.worker
+        if worker is None:
+            raise PairStateError("the group was left before the update ended")
+        answer = original(manager, request)
+        if not answer.success:
+            raise PairStateError(f"end_weight_update failed: {answer.message}")
+        worker.verify()
+        return "digests reported"
+
+    return _answer("EndWeightUpdateReqOutput", verify)

@@ -1,0 +1,95 @@
+"""Settings of the demo, and the outcome that it reports."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightcast.transfer.errors import InputError
+
+__all__ = ["DemoConfig", "ServerConfig", "VersionOutcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """One SGLang server. `placement` is the physical-to-logical row of every layer, empty for the engine's own."""
+
+    name: str
+    tp: int = 1
+    ep: int = 1
+    placement: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> ServerConfig:
+        """From JSON such as `{"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}`. Raises InputError."""
+        try:
+            given = json.loads(text)
+            row = given.pop("map", [])
+            made = cls(**given, placement=tuple(int(n) for n in row))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InputError(f"instance {text!r} is not JSON with name, tp, ep and map: {error}") from None
+        if not isinstance(made.name, str) or not all(isinstance(n, int) and n >= 1 for n in (made.tp, made.ep)):
+            raise InputError(f"instance {text!r}: name must be text, tp and ep whole numbers from 1")
+        if made.tp % made.ep or len(made.placement) % made.ep:
+            raise InputError(f"instance {made.name}: ep {made.ep} must divide tp {made.tp} and the {len(made.placement)} slots of map")
+        return made
+
+
+DEFAULT_SERVERS = (
+    # Rank 1 holds experts 3, 3 and 0: two replicas of one expert on one rank, which engines' own loaders may leave unwritten.
+    ServerConfig("rollout-0", tp=2, ep=2, placement=(0, 1, 2, 3, 3, 0)),
+    ServerConfig("rollout-1", tp=1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoConfig:
+    """What to run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs."""
+
+    work: Path
+    model: Path | None = None
+    trainers: int = 2
+    versions: int = 3
+    steps: int = 2
+    dtype: str = "float32"
+    servers: tuple[ServerConfig, ...] = DEFAULT_SERVERS
+    new_tokens: int = 12
+    deadline: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOutcome:
+    """One version on one instance.
+
+    `equal` and `changed` count prompts whose greedy tokens equal the trainer's and differ from the version before;
+    `logprob_gap` is the mean absolute difference of the log-probabilities that trainer and engine give the engine's tokens.
+    """
+
+    version: int
+    instance: str
+    prompts: int
+    equal: int
+    changed: int
+    logprob_gap: float
+    weight_version: str
+    seconds: float
+    verified: dict[str, Any] = field(default_factory=dict)
+
+    def faults(self, dtype: str) -> list[str]:
+        """What is wrong with it; empty when all is proven. Tokens are compared exactly in float32 only: see docs/architecture.md."""
+        found = []
+        if dtype == "float32" and self.equal != self.prompts:
+            found.append(f"{self.prompts - self.equal} of {self.prompts} prompts differ from the trainer's tokens")
+        if self.changed == 0:
+            found.append("no prompt's tokens changed since the version before")
+        if self.weight_version != str(self.version):
+            found.append(f"weight_version is {self.weight_version!r}, expected {self.version!r}")
+        if self.logprob_gap > LOGPROB_LIMIT[dtype]:
+            found.append(f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}")
+        return [f"version {self.version} on {self.instance}: {text}" for text in found]
+
+
+LOGPROB_LIMIT = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest mean absolute difference of log-probabilities that rounding explains, by engine dtype."""

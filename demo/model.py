@@ -1,0 +1,90 @@
+"""The demo's model, text and prompts: small, made on the spot, and such that wrong experts show in the output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weightcast.transfer.errors import InputError
+
+__all__ = ["EXPERTS", "PROMPTS", "make_model", "prompt_ids", "text_batches"]
+
+EXPERTS = 4
+EXPERT_SCALE = 12.0
+"""Expert weights are made this much larger than the default initialisation: else they hardly move the output of a tiny random
+model, and a wrong expert would go unseen."""
+
+TEXT = """\
+A river does not ask the stones which way to go. It leans on each of them in turn, and the ones that give are moved, and
+the ones that stay are rounded, and after a thousand years nobody can say which of the two has shaped the other. The old
+miller used to measure the spring by the sound of the wheel: slow in March, when the ice still held the upper meadows, quick and
+even in April, and so loud in the last week of May that his children slept in the loft on the far side of the house. He kept a
+book in which he wrote three things for every day: the height of the water at the post, the number of sacks, and one word. The
+word was mostly the weather. Sometimes it was a name. On the day the bridge went down it was only a line drawn across the page.
+"""
+
+PROMPTS = (
+    "A river does not",
+    "The old miller used",
+    "On the day the bridge",
+    "He kept a book",
+    "slow in March",
+    "the number of sacks",
+    "Sometimes it was",
+    "after a thousand years",
+)
+
+
+def make_model(folder: Path) -> None:
+    """Writes a random Qwen3-MoE checkpoint (2 layers, 4 experts, byte vocabulary) to `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(EXPERT_SCALE)
+    model.save_pretrained(folder)
+
+
+def _encode(folder: Path, texts: list[str], vocabulary: int) -> list[list[int]]:
+    """Token ids by the checkpoint's tokenizer, or bytes where it has none."""
+    if not (folder / "tokenizer_config.json").exists():
+        if vocabulary < 256:
+            raise InputError(f"{folder} has no tokenizer and a vocabulary of {vocabulary}, too small for bytes")
+        return [list(text.encode()) for text in texts]
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return [list(tokenizer(text)["input_ids"]) for text in texts]
+
+
+def prompt_ids(folder: Path, vocabulary: int) -> list[list[int]]:
+    """Token ids of each prompt."""
+    return _encode(folder, list(PROMPTS), vocabulary)
+
+
+def text_batches(folder: Path, vocabulary: int, rank: int, world: int, length: int = 48) -> list[list[int]]:
+    """This trainer rank's share of the text as rows of `length` token ids."""
+    ids = _encode(folder, [TEXT], vocabulary)[0]
+    rows = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length // 2)]
+    return rows[rank::world]

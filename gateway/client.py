@@ -1,0 +1,190 @@
+"""Client of the gateway's HTTP shell, for ranks, drivers of a training loop, and the command line.
+
+Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the gateway
+answers is raised here as the same class with the same message.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from weightcast.transfer import errors, wire
+from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
+from weightcast.transfer.layout import RankReport
+from weightcast.transfer.plan import DigestReport, RankPart
+
+__all__ = ["TOKEN_VARIABLE", "GatewayClient"]
+
+TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
+"""Environment variable that holds the bearer token."""
+POLL = 20.0
+"""Seconds of one long poll."""
+
+
+class GatewayClient:
+    """`GatewayClient("http://127.0.0.1:8900")`; the token comes from WEIGHTCAST_TOKEN unless given.
+
+    Methods raise what the gateway answered, or TransferError when it cannot be reached.
+    """
+
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0) -> None:
+        token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
+        self.url = url.rstrip("/")
+        self._client = httpx.Client(
+            base_url=self.url, timeout=timeout, headers={"Authorization": f"Bearer {token}"}, trust_env=False
+        )
+
+    def __enter__(self) -> GatewayClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            response = self._client.request(method, path, **request)
+        except httpx.HTTPError as error:
+            raise TransferError(f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?") from error
+        if response.is_success:
+            return response
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = {}
+        name, message = answer.get("error"), answer.get("message")
+        if isinstance(name, str) and name in errors.__all__ and isinstance(message, str):
+            kind: type[WeightcastError] = getattr(errors, name)
+            raise kind(message)
+        raise ControlError(f"gateway {self.url}: {method} {path} answered {response.status_code}: {' '.join(response.text.split())[:500]}")
+
+    def _poll(self, path: str, deadline: float, what: str) -> httpx.Response:
+        """Long-polls until the answer is not 204. `deadline` is a `time.monotonic()`."""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(f"gateway {self.url}: {what} did not come in time")
+            response = self._call("GET", path, params={"wait": min(POLL, left)})
+            if response.status_code != httpx.codes.NO_CONTENT:
+                return response
+
+    # Whole pairs
+
+    def create_pair(
+        self,
+        pair: str,
+        trainer_world: int,
+        instances: Mapping[str, Mapping[str, Any]],
+        deadlines: Mapping[str, float] | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": .., "backend": ..}`."""
+        body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
+        if deadlines:
+            body["deadlines"] = dict(deadlines)
+        if bucket_bytes is not None:
+            body["bucket_bytes"] = bucket_bytes
+        self._call("PUT", f"/pairs/{pair}", json=body)
+
+    def delete_pair(self, pair: str) -> None:
+        """Makes the gateway forget a pair."""
+        self._call("DELETE", f"/pairs/{pair}")
+
+    def status(self) -> list[dict[str, Any]]:
+        """All pairs as the gateway reports them."""
+        return list(self._call("GET", "/pairs").json()["pairs"])
+
+    def pair_status(self, pair: str) -> dict[str, Any]:
+        """One pair."""
+        return dict(self._call("GET", f"/pairs/{pair}").json())
+
+    def inspect(self, pair: str, instance: str) -> dict[str, Any]:
+        """Coverage, slots, replicas and same-rank pairs of an instance."""
+        return dict(self._call("GET", f"/pairs/{pair}/instances/{instance}/inspect").json())
+
+    def start_connect(self, pair: str) -> None:
+        """Makes the gateway connect the instances of a pair."""
+        self._call("POST", f"/pairs/{pair}/connect")
+
+    def offer(self, pair: str, rank: int, version: int) -> None:
+        """Says that a trainer rank is ready to send a version; the last rank's offer starts the update."""
+        self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version})
+
+    def result(self, pair: str, version: int, deadline: float) -> dict[str, dict[str, Any]]:
+        """How the update ended on each instance; waits for it."""
+        return dict(self._poll(f"/pairs/{pair}/updates/{version}", deadline, f"the result of version {version}").json())
+
+    # Single ranks
+
+    def _base(self, pair: str, instance: str, epoch: int) -> str:
+        return f"/pairs/{pair}/instances/{instance}/{epoch}"
+
+    def register_trainer(self, pair: str, report: RankReport) -> None:
+        """Registers a trainer rank."""
+        self._call("POST", f"/pairs/{pair}/trainer/{report.rank}/report", content=wire.encode_report(report))
+
+    def register_instance(self, pair: str, instance: str, epoch: int, report: RankReport) -> None:
+        """Registers a rank of an instance for one epoch."""
+        path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
+        self._call("POST", path, content=wire.encode_report(report))
+
+    def part(self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float) -> RankPart:
+        """A rank's part of the plan; waits for the plan."""
+        path = f"{self._base(pair, instance, epoch)}/parts/{side}/{rank}"
+        return wire.decode_part(self._poll(path, deadline, f"the part of {side} rank {rank} for {instance}").content)
+
+    def set_rendezvous(self, pair: str, instance: str, epoch: int, host: str, port: int) -> None:
+        """Says where the first member of a communicator listens."""
+        self._call("PUT", f"{self._base(pair, instance, epoch)}/rendezvous", json={"host": host, "port": port})
+
+    def rendezvous(self, pair: str, instance: str, epoch: int, deadline: float) -> tuple[str, int]:
+        """Where to join; waits until somebody listens."""
+        path = f"{self._base(pair, instance, epoch)}/rendezvous"
+        found = self._poll(path, deadline, f"the rendezvous of {instance}").json()
+        return str(found["host"]), int(found["port"])
+
+    def joined(self, pair: str, instance: str, epoch: int, member: str) -> None:
+        """Says that a member has joined."""
+        self._call("POST", f"{self._base(pair, instance, epoch)}/joined", json={"member": member})
+
+    def fail(self, pair: str, instance: str, epoch: int, who: str, error: BaseException) -> None:
+        """Says what stopped a rank, so that nobody waits for it."""
+        name = type(error).__name__
+        message = " ".join(str(error).split())[:9_000]
+        if name not in errors.__all__:
+            name, message = "ControlError", f"{name}: {message}"
+        body = {"who": who, "error": name, "message": message}
+        self._call("POST", f"{self._base(pair, instance, epoch)}/failures", json=body)
+
+    def orders(self, pair: str, instance: str, after: int, wait: float = POLL) -> list[dict[str, Any]]:
+        """Orders of an instance from number `after` on; waits up to `wait` seconds for the first."""
+        params = {"after": after, "wait": wait}
+        return list(self._call("GET", f"/pairs/{pair}/instances/{instance}/orders", params=params).json()["orders"])
+
+    def ready(self, pair: str, instance: str, epoch: int, rank: int, stale: str) -> None:
+        """Reports a rank's check before the transfer."""
+        self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/ready", json={"stale": stale})
+
+    def go(self, pair: str, instance: str, epoch: int, deadline: float) -> dict[str, Any]:
+        """What a ready rank is to do: an order "run", or "end" when the update was called off."""
+        return dict(self._poll(f"{self._base(pair, instance, epoch)}/go", deadline, f"the go-ahead for {instance}").json())
+
+    def transferred(self, pair: str, instance: str, epoch: int, rank: int) -> None:
+        """Says that a trainer rank has sent its part."""
+        self._call("POST", f"{self._base(pair, instance, epoch)}/trainer/{rank}/transferred")
+
+    def digests(self, pair: str, instance: str, epoch: int, side: str, rank: int, report: DigestReport) -> None:
+        """Reports the digests of a rank."""
+        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
+        self._call("POST", path, content=wire.encode_digests(report))

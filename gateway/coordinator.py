@@ -1,0 +1,314 @@
+"""How a connect and an update proceed: the order of steps, the deadlines, and what a failure leads to.
+
+Each instance goes its own way: the failure of one touches no other. From the order "run" until its commit an instance is
+fenced; when an update fails after that point its engine stays paused, and only a full verified update resumes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+
+from weightcast.gateway.merge import InstanceLayout, merge_instance, merge_trainer
+from weightcast.gateway.pairs import Event, Phase, check_version
+from weightcast.gateway.service import Instance, Order, Pair, UpdateRecord, as_weightcast_error, elapsed
+from weightcast.gateway.verify import Verified, compare_digests
+from weightcast.transfer.errors import PairStateError, StalePlanError, VersionError, WeightcastError
+from weightcast.transfer.planner import plan_transfer
+
+__all__ = ["connect", "update"]
+
+log = logging.getLogger("weightcast.gateway")
+
+MAX_ATTEMPTS = 3
+"""How often an update starts anew because a placement changed before a byte was written."""
+
+
+async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
+    """Connects every instance that is not connected: reports, plan, communicators. Failures stay with their instance."""
+    waiting = [i for i in pair.instances.values() if i.record.phase is not Phase.CONNECTED]
+    try:
+        await _merge_trainer(pair)
+    except WeightcastError as error:
+        for instance in waiting:
+            await _connect_failed(pair, instance, error)
+        return
+    await connect_instances(pair, waiting, gateway_host, gateway_port)
+
+
+async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str, port: int) -> None:
+    """One new epoch for each of `instances`; they are planned together so that the trainer's load is spread over all."""
+    calls = {}
+    for instance in instances:
+        if instance.record.phase is not Phase.REGISTERING:
+            instance.on(Event.REJOIN)
+            instance.clear_epoch()
+        await pair.give(instance, Order("register", instance.record.epoch))
+        calls[instance.name] = asyncio.create_task(_engine_connect(pair, instance, host, port))
+    layouts = await asyncio.gather(*(_merge_instance(pair, i) for i in instances), return_exceptions=True)
+    good: dict[str, InstanceLayout] = {}
+    for instance, layout in zip(instances, layouts, strict=True):
+        if isinstance(layout, BaseException):
+            await _connect_failed(pair, instance, as_weightcast_error(layout))
+        else:
+            good[instance.name] = instance.layout = layout
+    if good:
+        await _plan(pair, good)
+    await asyncio.gather(*(_finish_connect(pair, i, calls[i.name]) for i in instances))
+
+
+async def _engine_connect(pair: Pair, instance: Instance, host: str, port: int) -> None:
+    """The engine's own call; its failure is kept as the failure of the instance unless a rank told a better one."""
+    try:
+        await instance.driver.connect(host, port, instance.group(pair.spec.name))
+    except WeightcastError as error:
+        if instance.failure is None:
+            instance.failure = error
+            await pair.notify()
+
+
+async def _merge_trainer(pair: Pair) -> None:
+    if pair.trainer_layout is None:
+        await pair.wait(
+            lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
+            pair.spec.deadlines.register,
+            lambda: f"trainer ranks {_absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
+        )
+        reports = list(pair.trainer_reports.values())
+        pair.trainer_layout = await asyncio.to_thread(merge_trainer, reports)
+
+
+async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
+    world = instance.spec.world_size
+    await _wait(
+        pair,
+        instance,
+        lambda: len(instance.reports) == world,
+        pair.spec.deadlines.register,
+        lambda: f"instance {instance.name} ranks {_absent(instance.reports, world)} did not register",
+    )
+    return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()))
+
+
+async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
+    trainer = pair.trainer_layout
+    if trainer is None:
+        raise PairStateError(f"pair {pair.spec.name}: the trainer has not registered")
+    tables = {name: layout.tables for name, layout in layouts.items()}
+    try:
+        plan = await asyncio.to_thread(plan_transfer, trainer.tables, tables)
+    except WeightcastError as error:
+        for name in layouts:
+            await _connect_failed(pair, pair.instances[name], error)
+        return
+    for name in layouts:
+        instance = pair.instances[name]
+        instance.plan = plan
+        instance.on(Event.PLAN)
+        await pair.give(instance, Order("join", instance.record.epoch))
+
+
+async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
+    if instance.plan is None:
+        await call  # the ranks were told of the failure, so the engine's call comes back
+        return
+    members = set(members_of(instance))
+    try:
+        await _wait(
+            pair,
+            instance,
+            lambda: members <= instance.joined,
+            pair.spec.deadlines.join,
+            lambda: f"instance {instance.name}: {', '.join(sorted(members - instance.joined))} did not join",
+        )
+        await call
+        if instance.failure is not None:
+            raise instance.failure
+        instance.on(Event.CONNECT)
+        await pair.give(instance, Order("connected", instance.record.epoch))
+    except WeightcastError as error:
+        await _connect_failed(pair, instance, error)
+
+
+async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
+    log.error("pair %s instance %s: connect failed: %s", pair.spec.name, instance.name, error)
+    if instance.failure is None:
+        instance.failure = error
+    instance.on(Event.FAIL, reason=str(error))
+    await pair.give(instance, Order("failed", instance.record.epoch, reason=str(error)))
+
+
+def members_of(instance: Instance) -> Iterable[str]:
+    """Labels of the members of an instance's communicator: the trainer ranks that send to it, then all its ranks."""
+    plan = instance.plan
+    if plan is None:
+        raise PairStateError(f"instance {instance.name} has no plan")
+    for rank in plan.senders(instance.name):
+        yield f"trainer rank {rank}"
+    for rank in range(instance.spec.world_size):
+        yield f"{instance.name} rank {rank}"
+
+
+async def update(pair: Pair, version: int, host: str, port: int) -> dict[str, UpdateRecord]:
+    """Brings every instance to `version`, each by itself. Never raises for an instance's failure: the records tell."""
+    records = await asyncio.gather(*(_update_instance(pair, i, version, host, port) for i in pair.instances.values()))
+    return dict(zip(pair.instances, records, strict=True))
+
+
+async def _update_instance(pair: Pair, instance: Instance, version: int, host: str, port: int) -> UpdateRecord:
+    begun = time.monotonic()
+    attempts = 0
+    verified: Verified | None = None
+    try:
+        check_version(instance.record, version)
+        while verified is None:
+            attempts += 1
+            await _reconnect_if_needed(pair, instance, host, port)
+            try:
+                verified = await _attempt(pair, instance, version)
+            except StalePlanError as stale:
+                if instance.record.phase is not Phase.PREPARING:
+                    raise  # bytes were written: only a full update can clear the fence
+                await _best_effort(instance, "end the session", instance.driver.end())
+                instance.on(Event.CANCEL, reason=str(stale))
+                log.warning("pair %s instance %s: %s; planning anew", pair.spec.name, instance.name, stale)
+                if attempts == MAX_ATTEMPTS:
+                    raise
+                await _leave_epoch(pair, instance)
+        reason = ""
+    except WeightcastError as error:
+        reason = str(error)
+        await _update_failed(pair, instance, error)
+    committed = not reason
+    record = UpdateRecord(version, committed, instance.record.fenced, reason, elapsed(begun), verified, attempts)
+    instance.updates.append(record)
+    await pair.give(instance, Order("end", instance.record.epoch, version, committed=committed, reason=reason))
+    return record
+
+
+async def _reconnect_if_needed(pair: Pair, instance: Instance, host: str, port: int) -> None:
+    if instance.record.phase is Phase.CONNECTED:
+        return
+    await connect_instances(pair, [instance], host, port)
+    if instance.failure is not None:
+        raise instance.failure
+
+
+async def _leave_epoch(pair: Pair, instance: Instance) -> None:
+    """Closes the communicator, so that the next attempt describes, plans and joins anew."""
+    await instance.driver.disconnect(instance.group(pair.spec.name))
+    instance.on(Event.FAIL, reason=instance.record.reason)
+
+
+async def _attempt(pair: Pair, instance: Instance, version: int) -> Verified:
+    """One pass through prepare, transfer, verify and commit. Raises StalePlanError only while nothing was written."""
+    deadlines, group, epoch = pair.spec.deadlines, instance.group(pair.spec.name), instance.record.epoch
+    world = instance.spec.world_size
+    instance.clear_update()
+    instance.on(Event.PREPARE, version=version)
+    await instance.driver.pause()
+    await instance.driver.begin()
+    await pair.give(instance, Order("prepare", epoch, version))
+    call = asyncio.create_task(instance.driver.transfer(group))
+    try:
+        await _wait(
+            pair,
+            instance,
+            lambda: len(instance.ready) == world or bool(instance.stale) or call.done(),
+            deadlines.prepare,
+            lambda: f"instance {instance.name} ranks {_absent(instance.ready, world)} did not get ready",
+        )
+        if instance.stale:
+            await pair.give(instance, Order("end", epoch, None, reason=instance.stale))
+            raise StalePlanError(f"instance {instance.name}: {instance.stale}")
+        if len(instance.ready) < world:
+            await call  # it came back early: raises what the engine said
+        instance.on(Event.TRANSFER)
+        await pair.give(instance, Order("run", epoch, version))
+        await _transfer(pair, instance, call)
+    finally:
+        # The engine's call must be over before anything else is asked of the engine.
+        await asyncio.gather(call, return_exceptions=True)
+    await instance.driver.end()
+    verified = await _verify(pair, instance)
+    await instance.driver.publish(version)
+    instance.on(Event.COMMIT, version=version)
+    await instance.driver.resume()
+    return verified
+
+
+async def _transfer(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
+    senders = set(range(pair.spec.trainer_world))
+    await _wait(
+        pair,
+        instance,
+        lambda: senders <= instance.transferred and (call.done() or instance.spec.kind == "worker"),
+        pair.spec.deadlines.transfer,
+        lambda: (
+            f"instance {instance.name}: "
+            + (f"trainer ranks {_absent(instance.transferred, len(senders))}" if senders - instance.transferred else "the engine")
+            + " did not finish the transfer"
+        ),
+    )
+    if instance.spec.kind != "worker":
+        await call
+
+
+async def _verify(pair: Pair, instance: Instance) -> Verified:
+    world = instance.spec.world_size
+    trainer_world = pair.spec.trainer_world
+
+    def missing() -> str:
+        absent = _absent(instance.digests, world)
+        return f"instance {instance.name}: no digests of " + (
+            f"its ranks {absent}" if absent else f"trainer ranks {_absent(instance.trainer_digests, trainer_world)}"
+        )
+
+    await _wait(
+        pair,
+        instance,
+        lambda: len(instance.digests) == world and len(instance.trainer_digests) == trainer_world,
+        pair.spec.deadlines.verify,
+        missing,
+    )
+    instance.on(Event.VERIFY)
+    plan = instance.plan
+    if plan is None:
+        raise PairStateError(f"instance {instance.name} has no plan")
+    return await asyncio.to_thread(compare_digests, plan, instance.trainer_digests, instance.name, instance.digests)
+
+
+async def _update_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
+    """Says what failed, closes the engine's session, and resumes the engine only if it still holds one whole version."""
+    log.error("pair %s instance %s: update failed: %s", pair.spec.name, instance.name, error)
+    if isinstance(error, VersionError):
+        return  # refused before anything was asked of the engine
+    if instance.record.phase is not Phase.FAILED:
+        instance.on(Event.FAIL, reason=str(error))
+    await _best_effort(instance, "end the session", instance.driver.end())
+    await _best_effort(instance, "disconnect", instance.driver.disconnect(instance.group(pair.spec.name)))
+    if not instance.record.fenced:
+        await _best_effort(instance, "resume", instance.driver.resume())
+
+
+async def _best_effort(instance: Instance, what: str, step: Awaitable[None]) -> None:
+    """After a failure: one more refusal changes nothing, but it is said."""
+    try:
+        await step
+    except WeightcastError as second:
+        log.warning("instance %s: could not %s: %s", instance.name, what, second)
+
+
+async def _wait(
+    pair: Pair, instance: Instance, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]
+) -> None:
+    """Like Pair.wait, but ends at once with the failure of a rank of this instance."""
+    await pair.wait(lambda: instance.failure is not None or ready(), seconds, missing)
+    if instance.failure is not None:
+        raise instance.failure
+
+
+def _absent(present: Collection[int] | Mapping[int, object], world: int) -> str:
+    return ", ".join(str(rank) for rank in range(world) if rank not in present)

@@ -1,0 +1,176 @@
+"""Drivers that take an engine through an update by the engine's own API.
+
+CUDA graphs, prefix caches, derived weights and the version that an answer carries belong to the engine; so a driver only
+calls what the engine offers for them, in the engine's order, and treats every refusal as a failure of the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import httpx
+
+from weightcast.transfer.errors import EngineError, InputError
+
+__all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver"]
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+LOAD_FORMAT = "weightcast"
+"""Load format by which the plugin knows that a transfer is meant for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How the gateway reaches an engine.
+
+    `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run `InstanceWorker.serve`
+    themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends them, "retract" computes them anew
+    after the update, "in_place" goes on with the old KV cache, which then is not flushed. `backend` is the transport of the
+    instance's communicator.
+    """
+
+    kind: Literal["sglang", "worker"]
+    world_size: int
+    url: str = ""
+    pause: PauseMode = "abort"
+    backend: Literal["gloo", "nccl"] = "gloo"
+
+
+class EngineDriver(Protocol):
+    """The steps of an update, in the order they are called. Each raises EngineError."""
+
+    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
+        """Makes every rank describe itself, register, fetch its part and join; returns when all have joined."""
+
+    async def pause(self) -> None:
+        """Stops generation."""
+
+    async def begin(self) -> None:
+        """Opens the update session."""
+
+    async def transfer(self, group: str) -> None:
+        """Makes every rank run its part; returns when all have."""
+
+    async def end(self) -> None:
+        """Closes the session: derived weights are computed anew, then every rank digests its memory."""
+
+    async def publish(self, version: int) -> None:
+        """Flushes caches and stamps the version."""
+
+    async def resume(self) -> None:
+        """Goes on with generation."""
+
+    async def disconnect(self, group: str) -> None:
+        """Makes every rank leave the communicator."""
+
+
+class WorkerDriver:
+    """For ranks that follow the gateway's orders by themselves: there is no engine API to call."""
+
+    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def begin(self) -> None: ...
+
+    async def transfer(self, group: str) -> None: ...
+
+    async def end(self) -> None: ...
+
+    async def publish(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def disconnect(self, group: str) -> None: ...
+
+
+class SGLangDriver:
+    """SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`) with the weightcast plugin in its scheduler processes."""
+
+    def __init__(self, instance: str, spec: EngineSpec, timeout: float) -> None:
+        self._instance = instance
+        self._spec = spec
+        self._client = httpx.AsyncClient(base_url=spec.url, timeout=timeout)
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        try:
+            response = await self._client.post(path, json=body or {})
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"instance {self._instance}: POST {self._spec.url}{path} failed: {type(error).__name__} {error}; is the server up?"
+            ) from error
+        # SGLang says success both by status and by a field; either one may carry the failure alone.
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = {}
+        success = answer.get("success", True) if isinstance(answer, dict) else True
+        if response.status_code != httpx.codes.OK or not success:
+            message = answer.get("message", response.text) if isinstance(answer, dict) else response.text
+            raise EngineError(f"instance {self._instance}: {path} answered {response.status_code}: {one_line(message)}")
+
+    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
+        await self._post(
+            "/init_weights_update_group",
+            {
+                "master_address": gateway_host,
+                "master_port": gateway_port,
+                "rank_offset": 0,
+                "world_size": self._spec.world_size,
+                "group_name": group,
+                "backend": self._spec.backend,
+            },
+        )
+
+    async def pause(self) -> None:
+        await self._post("/pause_generation", {"mode": self._spec.pause})
+
+    async def begin(self) -> None:
+        await self._post("/begin_weight_update", {"selector": "target"})
+
+    async def transfer(self, group: str) -> None:
+        # The version is stamped in `publish`, after the digests agree; caches are flushed there too.
+        await self._post(
+            "/update_weights_from_distributed",
+            {
+                "names": [],
+                "dtypes": [],
+                "shapes": [],
+                "group_name": group,
+                "load_format": LOAD_FORMAT,
+                "flush_cache": False,
+                "selector": "target",
+            },
+        )
+
+    async def end(self) -> None:
+        await self._post("/end_weight_update")
+
+    async def publish(self, version: int) -> None:
+        if self._spec.pause != "in_place":
+            await self._post("/flush_cache")
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation")
+
+    async def disconnect(self, group: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group})
+
+
+def one_line(message: object) -> str:
+    """An engine's message without line breaks, for errors that have to stay on one line."""
+    return " ".join(str(message).split())
+
+
+def make_driver(instance: str, spec: EngineSpec, timeout: float) -> EngineDriver:
+    """The driver for a spec. Raises InputError for one that contradicts itself."""
+    if spec.world_size < 1:
+        raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
+    if spec.kind == "worker":
+        return WorkerDriver()
+    if not spec.url.startswith(("http://", "https://")):
+        raise InputError(f"instance {instance}: url is {spec.url!r}, expected http://host:port of its SGLang server")
+    return SGLangDriver(instance, spec, timeout)

@@ -1,0 +1,130 @@
+"""The state machine of an instance within a pair. Pure: a record and an event in, the next record out.
+
+    registering --plan--> planned --connect--> connected --prepare--> preparing --transfer--> transferring
+                                                   ^                      |                        |
+                                                   |<-----cancel----------+                     verify
+                                                   |                                               v
+                                                   |<---------------------commit--------------- verifying
+
+From every phase `fail` leads to *failed*, `leave` to *left*, and `rejoin` from failed, left or connected starts a new epoch at
+registering. `fenced` is a flag of its own: it is set by `transfer`, because from then on bytes of two versions may lie side by side, and
+only `commit` clears it. So an instance that fails while preparing still serves its old version, and one that fails later does
+not. Versions only grow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from weightcast.transfer.errors import PairStateError, VersionError
+
+__all__ = ["Event", "InstanceRecord", "Phase", "advance", "check_version"]
+
+
+class Phase(StrEnum):
+    """Where an instance stands."""
+
+    REGISTERING = "registering"
+    PLANNED = "planned"
+    CONNECTED = "connected"
+    PREPARING = "preparing"
+    TRANSFERRING = "transferring"
+    VERIFYING = "verifying"
+    FAILED = "failed"
+    LEFT = "left"
+
+
+class Event(StrEnum):
+    """What can happen to an instance."""
+
+    PLAN = "plan"
+    CONNECT = "connect"
+    PREPARE = "prepare"
+    CANCEL = "cancel"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    FAIL = "fail"
+    LEAVE = "leave"
+    REJOIN = "rejoin"
+
+
+_NEXT: dict[tuple[Phase, Event], Phase] = {
+    (Phase.REGISTERING, Event.PLAN): Phase.PLANNED,
+    (Phase.PLANNED, Event.CONNECT): Phase.CONNECTED,
+    (Phase.CONNECTED, Event.PREPARE): Phase.PREPARING,
+    (Phase.PREPARING, Event.CANCEL): Phase.CONNECTED,
+    (Phase.PREPARING, Event.TRANSFER): Phase.TRANSFERRING,
+    (Phase.TRANSFERRING, Event.VERIFY): Phase.VERIFYING,
+    (Phase.VERIFYING, Event.COMMIT): Phase.CONNECTED,
+    (Phase.FAILED, Event.REJOIN): Phase.REGISTERING,
+    (Phase.LEFT, Event.REJOIN): Phase.REGISTERING,
+    (Phase.CONNECTED, Event.REJOIN): Phase.REGISTERING,
+    **{(phase, Event.FAIL): Phase.FAILED for phase in Phase if phase is not Phase.LEFT},
+    **{(phase, Event.LEAVE): Phase.LEFT for phase in Phase},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRecord:
+    """State of one instance.
+
+    `version` is the last committed one, None before the first commit; `target` the one an update under way is to reach.
+    `epoch` counts how often the instance connected. `reason` says why it failed. `history` is every event so far, oldest first, as
+    (event, phase reached, detail).
+    """
+
+    name: str
+    phase: Phase = Phase.REGISTERING
+    epoch: int = 1
+    version: int | None = None
+    target: int | None = None
+    fenced: bool = False
+    reason: str = ""
+    history: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def serves(self) -> bool:
+        """Whether the instance may answer with a version of this pair."""
+        return self.version is not None and not self.fenced
+
+
+def check_version(record: InstanceRecord, version: int) -> None:
+    """Raises VersionError with both numbers unless `version` is newer than what is committed."""
+    if record.version is not None and version <= record.version:
+        raise VersionError(
+            f"instance {record.name} has version {record.version}; version {version} is not newer, offer a greater one"
+        )
+
+
+def advance(record: InstanceRecord, event: Event, *, version: int | None = None, reason: str = "") -> InstanceRecord:
+    """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL and CANCEL.
+
+    A COMMIT of the version that is committed already changes nothing. Raises PairStateError for an event that is illegal in
+    the record's phase, VersionError for a version that does not grow or is not the one being transferred.
+    """
+    if event is Event.COMMIT and record.phase is Phase.CONNECTED and version is not None and version == record.version:
+        return record
+    phase = _NEXT.get((record.phase, event))
+    if phase is None:
+        raise PairStateError(f"instance {record.name} is {record.phase}: {event} is not possible now")
+    changes: dict[str, object] = {}
+    if event is Event.PREPARE:
+        if version is None:
+            raise VersionError(f"instance {record.name}: an update needs a version")
+        check_version(record, version)
+        changes = {"target": version, "reason": ""}
+    elif event is Event.TRANSFER:
+        changes = {"fenced": True}
+    elif event is Event.COMMIT:
+        if version != record.target:
+            raise VersionError(f"instance {record.name} is being updated to {record.target}, not to {version}")
+        changes = {"version": version, "target": None, "fenced": False, "reason": ""}
+    elif event is Event.REJOIN:
+        changes = {"epoch": record.epoch + 1, "target": None}
+    elif event in (Event.FAIL, Event.CANCEL):
+        changes = {"target": None, "reason": reason}
+    detail = reason or (str(version) if version is not None else "")
+    history = (*record.history[-999:], (str(event), str(phase), detail))
+    return replace(record, phase=phase, history=history, **changes)  # type: ignore[arg-type]

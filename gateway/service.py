@@ -1,0 +1,341 @@
+"""The gateway itself: what the shells (HTTP, Ray) expose. One event loop, no I/O but the engine drivers.
+
+A pair is a trainer and its instances. Trainer ranks and instance ranks register reports, fetch parts, join communicators and
+post digests; all of them wait for one another here, and every wait has a deadline that names who is missing. How the steps
+follow one another is in `coordinator`; this module holds the state they share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weightcast.gateway.engines import EngineDriver, EngineSpec, make_driver
+from weightcast.gateway.merge import InstanceLayout, TrainerLayout
+from weightcast.gateway.pairs import Event, InstanceRecord, advance
+from weightcast.gateway.verify import Verified
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    InputError,
+    PairStateError,
+    VersionError,
+    WeightcastError,
+)
+from weightcast.transfer.layout import RankReport
+from weightcast.transfer.parts import instance_part, trainer_part
+from weightcast.transfer.plan import DigestReport, RankPart, TransferPlan
+
+__all__ = ["Deadlines", "Instance", "Order", "Pair", "PairSpec", "UpdateRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that the gateway waits for each step before it gives the update up."""
+
+    register: float = 300.0
+    join: float = 120.0
+    prepare: float = 60.0
+    transfer: float = 600.0
+    verify: float = 300.0
+    engine: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpec:
+    """One trainer of `trainer_world` ranks and the instances that it feeds."""
+
+    name: str
+    trainer_world: int
+    instances: dict[str, EngineSpec]
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    bucket_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the ranks of an instance's communicator are to do next.
+
+    `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of `epoch` and join), "connected", "prepare" (check that the layout still holds, then report
+    ready), "run" (transfer `version`), "end" (the update to `version` is over: committed or not, and why), "failed" (connecting is).
+    """
+
+    action: str
+    epoch: int
+    version: int | None = None
+    committed: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """How an update ended on one instance. `verified` counts what the digests covered; None when it did not get that far."""
+
+    version: int
+    committed: bool
+    fenced: bool
+    reason: str
+    seconds: float
+    verified: Verified | None = None
+    attempts: int = 1
+
+
+class Instance:
+    """Run-time state of one instance: its record, what its ranks sent for the present epoch, and the orders given so far."""
+
+    def __init__(self, name: str, spec: EngineSpec, driver: EngineDriver) -> None:
+        self.spec = spec
+        self.driver = driver
+        self.record = InstanceRecord(name)
+        self.orders: list[Order] = []
+        self.updates: list[UpdateRecord] = []
+        self.layout: InstanceLayout | None = None
+        self.plan: TransferPlan | None = None
+        self.clear_epoch()
+
+    def clear_epoch(self) -> None:
+        """Forgets what belongs to one epoch: reports, plan, rendezvous and who joined."""
+        self.reports: dict[int, RankReport] = {}
+        self.plan = None
+        self.rendezvous: tuple[str, int] | None = None
+        self.joined: set[str] = set()
+        self.failure: WeightcastError | None = None
+        self.clear_update()
+
+    def clear_update(self) -> None:
+        """Forgets what belongs to one update."""
+        self.ready: set[int] = set()
+        self.transferred: set[int] = set()
+        self.stale: str = ""
+        self.digests: dict[int, DigestReport] = {}
+        self.trainer_digests: dict[int, DigestReport] = {}
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    def group(self, pair: str) -> str:
+        """Name of the communicator of the present epoch."""
+        return f"weightcast/{pair}/{self.name}/{self.record.epoch}"
+
+    def on(self, event: Event, *, version: int | None = None, reason: str = "") -> None:
+        """Moves the record on; see `pairs.advance`."""
+        self.record = advance(self.record, event, version=version, reason=reason)
+
+
+class Pair:
+    """Everything the gateway knows of one pair, with the waits on it."""
+
+    def __init__(self, spec: PairSpec) -> None:
+        if spec.trainer_world < 1:
+            raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
+        if not spec.instances:
+            raise InputError(f"pair {spec.name}: no instances")
+        self.spec = spec
+        self.instances = {
+            name: Instance(name, s, make_driver(name, s, spec.deadlines.engine)) for name, s in spec.instances.items()
+        }
+        self.trainer_reports: dict[int, RankReport] = {}
+        self.trainer_layout: TrainerLayout | None = None
+        self.offers: dict[int, int] = {}
+        self.results: dict[int, dict[str, UpdateRecord]] = {}
+        self.changed = asyncio.Condition()
+
+    async def notify(self) -> None:
+        """Wakes every wait; call after each change of state."""
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def wait(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
+        """Until `ready()`. Raises DeadlineError with what `missing()` says when `seconds` have passed."""
+        async with self.changed:
+            try:
+                await asyncio.wait_for(self.changed.wait_for(ready), seconds)
+            except TimeoutError:
+                raise DeadlineError(f"pair {self.spec.name}: {missing()} within {seconds:g} s") from None
+
+    async def poll(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Like `wait`, for long polls: False instead of an error when the time is over."""
+        async with self.changed:
+            try:
+                await asyncio.wait_for(self.changed.wait_for(ready), seconds)
+            except TimeoutError:
+                return False
+            return True
+
+    def instance(self, name: str) -> Instance:
+        """Raises InputError naming the instances there are."""
+        found = self.instances.get(name)
+        if found is None:
+            raise InputError(f"pair {self.spec.name} has no instance {name!r}; it has {', '.join(self.instances)}")
+        return found
+
+    def _instance_in(self, name: str, epoch: int) -> Instance:
+        instance = self.instance(name)
+        if epoch != instance.record.epoch:
+            raise PairStateError(f"instance {name} is in epoch {instance.record.epoch}, not {epoch}; connect again")
+        return instance
+
+    def _check_rank(self, who: str, rank: int, world: int) -> None:
+        if not 0 <= rank < world:
+            raise InputError(f"{who} rank {rank} is not in 0..{world - 1} of pair {self.spec.name}")
+
+    async def register_trainer(self, rank: int, report: RankReport) -> None:
+        """The report of a trainer rank; once a rank, a second one replaces the first only before planning."""
+        self._check_rank("trainer", rank, self.spec.trainer_world)
+        self._check_report("trainer", rank, self.spec.trainer_world, report)
+        known = self.trainer_reports.get(rank)
+        if self.trainer_layout is not None and known is not None and known.table.fingerprint != report.table.fingerprint:
+            raise PairStateError(
+                f"trainer rank {rank} of pair {self.spec.name} registered another layout before; "
+                "delete the pair and connect again to change it"
+            )
+        self.trainer_reports[rank] = report
+        await self.notify()
+
+    async def register_instance(self, name: str, epoch: int, rank: int, report: RankReport) -> None:
+        """The report of an instance's rank."""
+        instance = self._instance_in(name, epoch)
+        self._check_rank(name, rank, instance.spec.world_size)
+        self._check_report(name, rank, instance.spec.world_size, report)
+        instance.reports[rank] = report
+        await self.notify()
+
+    def _check_report(self, who: str, rank: int, world: int, report: RankReport) -> None:
+        if report.rank != rank or report.world_size != world:
+            raise InputError(
+                f"{who} rank {rank}: the report says rank {report.rank} of {report.world_size}, "
+                f"expected {rank} of {world} in pair {self.spec.name}"
+            )
+
+    async def fail_rank(self, name: str, epoch: int, who: str, error: WeightcastError) -> None:
+        """A rank could not do its step; the first failure of an epoch is kept and stops the update."""
+        instance = self._instance_in(name, epoch)
+        if instance.failure is None:
+            instance.failure = type(error)(f"{who}: {error}")
+        await self.notify()
+
+    async def part(self, name: str, epoch: int, side: str, rank: int, wait: float) -> RankPart | None:
+        """A rank's part of the plan; None while there is no plan yet. Raises what made planning fail."""
+        instance = self._instance_in(name, epoch)
+        await self.poll(
+            lambda: instance.plan is not None or instance.failure is not None or instance.record.epoch != epoch, wait
+        )
+        self._instance_in(name, epoch)
+        if instance.failure is not None:
+            raise instance.failure
+        if instance.plan is None:
+            return None
+        make = trainer_part if side == "trainer" else instance_part
+        return await asyncio.to_thread(make, instance.plan, name, rank, self.spec.bucket_bytes)
+
+    async def set_rendezvous(self, name: str, epoch: int, host: str, port: int) -> None:
+        """Where the first member of the communicator listens."""
+        instance = self._instance_in(name, epoch)
+        instance.rendezvous = (host, port)
+        await self.notify()
+
+    async def rendezvous(self, name: str, epoch: int, wait: float) -> tuple[str, int] | None:
+        """Where to join; None while nobody listens yet."""
+        instance = self._instance_in(name, epoch)
+        await self.poll(lambda: instance.rendezvous is not None or instance.failure is not None, wait)
+        if instance.failure is not None:
+            raise instance.failure
+        return instance.rendezvous
+
+    async def join(self, name: str, epoch: int, member: str) -> None:
+        """A member of the communicator has joined it."""
+        self._instance_in(name, epoch).joined.add(member)
+        await self.notify()
+
+    async def orders(self, name: str, after: int, wait: float) -> list[Order]:
+        """The orders of an instance from number `after` on; empty when there is none within `wait` seconds."""
+        instance = self.instance(name)
+        await self.poll(lambda: len(instance.orders) > after, wait)
+        return instance.orders[after:]
+
+    async def give(self, instance: Instance, order: Order) -> None:
+        """Appends an order for the ranks of an instance's communicator."""
+        instance.orders.append(order)
+        await self.notify()
+
+    async def ready(self, name: str, epoch: int, rank: int, stale: str) -> None:
+        """A rank of the instance checked its layout; `stale` says what changed, empty when nothing did."""
+        instance = self._instance_in(name, epoch)
+        if stale and not instance.stale:
+            instance.stale = f"rank {rank}: {stale}"
+        instance.ready.add(rank)
+        await self.notify()
+
+    async def go(self, name: str, epoch: int, wait: float) -> Order | None:
+        """What a rank that reported ready is to do: the order "run", or "end" when the update was called off."""
+        instance = self._instance_in(name, epoch)
+
+        def decided() -> bool:
+            return instance.orders[-1].action in ("run", "end", "failed")
+
+        await self.poll(decided, wait)
+        return instance.orders[-1] if decided() else None
+
+    async def transferred(self, name: str, epoch: int, rank: int) -> None:
+        """A trainer rank has sent its part."""
+        self._instance_in(name, epoch).transferred.add(rank)
+        await self.notify()
+
+    async def digests(self, name: str, epoch: int, side: str, rank: int, report: DigestReport) -> None:
+        """The digests of a rank, trainer or instance."""
+        instance = self._instance_in(name, epoch)
+        target = instance.trainer_digests if side == "trainer" else instance.digests
+        target[rank] = report
+        await self.notify()
+
+    async def offer(self, rank: int, version: int) -> None:
+        """A trainer rank is ready to send `version`. Raises VersionError when the ranks disagree or it does not grow."""
+        self._check_rank("trainer", rank, self.spec.trainer_world)
+        if version < 0:
+            raise VersionError(f"pair {self.spec.name}: version {version} is negative")
+        newest = max((i.record.version for i in self.instances.values() if i.record.version is not None), default=None)
+        if newest is not None and version <= newest:
+            raise VersionError(f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one")
+        others = {v for v in self.offers.values() if v != version}
+        if others:
+            raise VersionError(f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}")
+        self.offers[rank] = version
+        await self.notify()
+
+    def status(self) -> dict[str, Any]:
+        """The pair for people, as JSON."""
+        return {
+            "pair": self.spec.name,
+            "trainer": {"world_size": self.spec.trainer_world, "registered": sorted(self.trainer_reports)},
+            "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
+            "instances": {
+                name: {
+                    "phase": i.record.phase.value,
+                    "version": i.record.version,
+                    "serves": i.record.serves,
+                    "fenced": i.record.fenced,
+                    "epoch": i.record.epoch,
+                    "reason": i.record.reason,
+                    "registered": sorted(i.reports),
+                    "world_size": i.spec.world_size,
+                    "updates": [asdict(u) for u in i.updates[-20:]],
+                }
+                for name, i in self.instances.items()
+            },
+        }
+
+
+def elapsed(since: float) -> float:
+    """Seconds since a `time.monotonic()`."""
+    return time.monotonic() - since
+
+
+def as_weightcast_error(error: BaseException) -> WeightcastError:
+    """Errors of ours as they are; anything else wrapped, so that it travels with its class name."""
+    if isinstance(error, WeightcastError):
+        return error
+    return ControlError(f"{type(error).__name__}: {' '.join(str(error).split())}")
