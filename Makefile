@@ -1,0 +1,76 @@
+# make demo    the main job on this machine
+# make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
+# make check   ruff, mypy, import-linter
+# make clean   remove the virtual environment and what the other targets left
+#
+# Each target sets up what it needs in a virtual environment of its own: nothing else on the machine is touched.
+#   VENV=DIR       where it lies (.venv)
+#   PYTHON=FILE    the interpreter it is made from (Python 3.11 or later)
+# requirements/ says what goes into it and why; a change there, or of pyproject.toml, sets up again what depends on it.
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+STAMPS := $(VENV)/.stamps
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+SHIMS := tests/sglang_cpu
+SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*/*.py)
+
+# The environment is the one made here, whatever the caller's shell adds to it.
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: demo test check setup clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	$(BIN)/weightcast demo $(DEMO_ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	MYPYPATH=$(VENV)/src $(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: $(STAMPS)/shims $(VENV)/src/weightcast
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "error: $(PYTHON) is older than Python 3.11; set PYTHON to a newer one" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: requirements/torch.txt requirements/install_torch.sh | $(STAMPS)/venv
+	@echo "Setting up $(VENV): torch"
+	@bash requirements/install_torch.sh $(BIN)/python
+	@touch $@
+
+$(STAMPS)/sglang: requirements/sglang-cpu.txt requirements/sglang-cpu-no-deps.txt $(STAMPS)/torch
+	@echo "Setting up $(VENV): SGLang and what it needs (about a minute)"
+	@$(PIP) --constraint requirements/torch.txt --requirement requirements/sglang-cpu.txt
+	@$(PIP) --no-deps --requirement requirements/sglang-cpu-no-deps.txt
+	@touch $@
+
+# torch is installed and constrained, so that no dependency of ours can bring another one.
+$(STAMPS)/project: pyproject.toml requirements/dev.txt $(STAMPS)/torch $(STAMPS)/sglang
+	@echo "Setting up $(VENV): weightcast and its checkers"
+	@$(PIP) --constraint requirements/torch.txt --constraint requirements/dev.txt --editable '.[dev]'
+	@touch $@
+
+$(STAMPS)/shims: $(SHIM_FILES) $(STAMPS)/sglang $(STAMPS)/project
+	@echo "Setting up $(VENV): what SGLang lacks without a GPU"
+	@$(PIP) --no-deps --no-build-isolation --force-reinstall ./$(SHIMS)
+	@SGLANG_USE_CPU_ENGINE=1 $(BIN)/python -c 'import torchvision, sgl_kernel, sglang.srt.server_args' \
+	    || { echo "error: SGLang cannot be imported in $(VENV); see requirements/sglang-cpu.txt" >&2; exit 1; }
+	@touch $@
+
+# mypy takes a package from a folder of its name; the root of a clone may be called anything.
+$(VENV)/src/weightcast: | $(STAMPS)/venv
+	@mkdir -p $(@D) && ln -sfn $(CURDIR) $@
+
+clean:
+	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
+	rm -rf build dist *.egg-info $(SHIMS)/build $(SHIMS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
