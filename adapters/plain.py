@@ -31,5 +31,7 @@ class PlainSource:
             try:
                 builder.add(name, view.shape, (0,) * view.dim(), view)
             except (LayoutError, NotImplementedError, RuntimeError) as error:
-                raise DescribeError(f"tensor {name!r} ({type(tensor).__name__}) is not plain strided memory: {error}") from error
+                raise DescribeError(
+                    f"tensor {name!r} ({type(tensor).__name__}) is not plain strided memory: {error}"
+                ) from error
         return builder.build(notes=LayoutNotes(parameter_bytes=sum(t.nbytes for t in self._tensors.values())))
