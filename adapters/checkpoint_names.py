@@ -1,0 +1,206 @@
+"""How the parameters of a Transformers model are named and cut in its checkpoint.
+
+Transformers 5 holds some weights fused (all experts of a layer in one parameter) and writes them apart by running the
+reverse of its conversion table (transformers 5.19, core_model_loading.py, `revert_weight_conversion`). We run that same
+function on tensors without memory and read off, from storage and strides of each result, which box of which parameter it
+is. So every family that Transformers knows has its names, and a conversion that does more than select, transpose and
+concatenate is refused, not guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightcast.transfer.errors import DescribeError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["NEW_DIM", "NameMap", "Part", "transformers_names", "unchanged_names"]
+
+NEW_DIM = -1
+"""In `Part.dims`: the logical dimension has size 1 and no counterpart in the parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a parameter that is a box of a logical tensor.
+
+    `tensor` and `shape` are name and global shape of the logical tensor, `offset` where the box begins in it. `start`
+    and `size` are the box in the parameter. `dims[j]` is the parameter's dimension that logical dimension j runs along,
+    or NEW_DIM.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> Part:
+        """The parameter itself under the name `name`."""
+        zeros = (0,) * len(shape)
+        return cls(name, shape, zeros, zeros, shape, tuple(range(len(shape))))
+
+
+NameMap = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, tuple[Part, ...]]]
+"""Names and global shapes of all parameters of the model -> the parts of each, which must tile it exactly."""
+
+
+def unchanged_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Part, ...]]:
+    """The name map of a model whose checkpoint has the parameters' own names and shapes."""
+    return {name: (Part.whole(name, shape),) for name, shape in shapes.items()}
+
+
+def transformers_names(model: Any) -> NameMap:
+    """The name map of a `transformers.PreTrainedModel`: the names that its `save_pretrained` writes.
+
+    The map raises DescribeError naming the parameter or logical tensor that cannot be followed.
+    """
+
+    def names(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[Part, ...]]:
+        return _traced(model, shapes)
+
+    return names
+
+
+def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Part, ...]]:
+    import torch
+
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise DescribeError(
+            "names of a Transformers model are read from Transformers 5; this version has no core_model_loading: "
+            "install transformers>=5 or pass names="
+        ) from error
+
+    follow = _follower()
+    parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    origin = {_storage(tensor): name for name, tensor in parameters.items()}
+    try:
+        with follow:
+            written = revert_weight_conversion(model, dict(parameters))
+    except Exception as error:
+        raise DescribeError(
+            f"Transformers' conversion to checkpoint names of {type(model).__name__} cannot be followed without "
+            f"memory ({type(error).__name__}: {error}); pass names="
+        ) from error
+    parts: defaultdict[str, list[Part]] = defaultdict(list)
+    for tensor, view in written.items():
+        for box in _boxes_of(view, follow.joined):
+            name = origin.get(_storage(box.view))
+            found = None if name is None else _part(tensor, tuple(view.shape), box, shapes[name])
+            if name is None or found is None:
+                raise DescribeError(
+                    f"checkpoint tensor {tensor!r} {tuple(view.shape)} is not a box of a parameter"
+                    f"{'' if name is None else f' (it comes from {name!r})'}: its conversion computes; pass names="
+                )
+            parts[name].append(found)
+    made = {name: tuple(parts[name]) for name in shapes}
+    _check_tiling(made, shapes)
+    return made
+
+
+def _check_tiling(parts: Mapping[str, tuple[Part, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Nothing lost and nothing twice: a result overwritten under an equal name would otherwise vanish silently."""
+    for name, shape in shapes.items():
+        volume = sum(int(np.prod(part.size, dtype=np.int64)) for part in parts[name])
+        if volume != int(np.prod(shape, dtype=np.int64)) or not parts[name]:
+            raise DescribeError(
+                f"parameter {name!r} {shape}: its checkpoint tensors hold {volume} of its elements "
+                f"({', '.join(sorted(part.tensor for part in parts[name])[:3]) or 'none'}); pass names="
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A piece of a written tensor: `view` of some storage at `offset` of the tensor."""
+
+    offset: tuple[int, ...]
+    view: torch.Tensor
+
+
+def _boxes_of(view: torch.Tensor, joined: Mapping[int, tuple[torch.Tensor, list[_Box]]]) -> Iterator[_Box]:
+    """The pieces of a tensor: itself, or what it was concatenated from."""
+    whole, pieces = joined.get(_storage(view), (None, []))
+    # A view into a concatenation stays unresolved: its storage is no parameter's, so it is refused by name.
+    if whole is None or whole.shape != view.shape or whole.stride() != view.stride():
+        yield _Box((0,) * view.dim(), view)
+        return
+    for piece in pieces:
+        for inner in _boxes_of(piece.view, joined):
+            yield replace(inner, offset=tuple(a + b for a, b in zip(piece.offset, inner.offset, strict=True)))
+
+
+def _part(tensor: str, shape: tuple[int, ...], box: _Box, parameter: tuple[int, ...]) -> Part | None:
+    """The box of the parameter that a view of its storage is; None when it is none (stepped or merged dimensions)."""
+    strides = [int(np.prod(parameter[i + 1 :], dtype=np.int64)) for i in range(len(parameter))]
+    place = int(box.view.storage_offset())
+    start = [place // stride % count if count else 0 for stride, count in zip(strides, parameter, strict=True)]
+    size = [1 if count else 0 for count in parameter]
+    dims = []
+    for count, stride in zip(box.view.shape, box.view.stride(), strict=True):
+        if count == 1:
+            dims.append(NEW_DIM)
+            continue
+        fits = [i for i, s in enumerate(strides) if s == stride and parameter[i] != 1 and i not in dims]
+        if not fits or start[fits[0]] + count > parameter[fits[0]]:
+            return None
+        dims.append(fits[0])
+        size[fits[0]] = int(count)
+    return Part(tensor, shape, box.offset, tuple(start), tuple(size), tuple(dims))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _follower() -> Any:
+    """A dispatch mode under which copies of a tensor are the tensor itself and concatenations remember their pieces."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    aten = torch.ops.aten
+
+    class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.joined: dict[int, tuple[torch.Tensor, list[_Box]]] = {}
+            # A storage that is freed may give its address to another: results live as long as the trace.
+            self.kept: list[Any] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func._schema.is_mutable:
+                raise DescribeError(f"the conversion writes in place ({func})")
+            if func is aten.clone.default:
+                return aten.alias(args[0])
+            made = func(*args, **kwargs)
+            if func in (aten.cat.default, aten.stack.default):
+                self._remember(made, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), func)
+            self.kept.append(made)
+            return made
+
+        def _remember(self, made: torch.Tensor, pieces: list[torch.Tensor], dim: int, func: Any) -> None:
+            dim %= made.dim()
+            if func is aten.stack.default:
+                pieces = [piece.unsqueeze(dim) for piece in pieces]
+            begins = [0, *itertools.accumulate(piece.shape[dim] for piece in pieces)]
+            self.joined[_storage(made)] = (
+                made,
+                [
+                    _Box(tuple(begin if d == dim else 0 for d in range(made.dim())), piece)
+                    for begin, piece in zip(begins, pieces, strict=False)
+                ],
+            )
+
+    return Follow()
