@@ -3,8 +3,3 @@
 `weightcast demo` trains a small model with FSDP2 on text in a few processes, starts SGLang servers with different layouts, brings
 every version to all of them, and compares what they generate with what the trainer's own weights generate.
 """
-
-from weightcast.demo.config import DemoConfig, ServerConfig
-from weightcast.demo.run import run_demo
-
-__all__ = ["DemoConfig", "ServerConfig", "run_demo"]

@@ -20,10 +20,13 @@ _libraries: list[object] = []
 
 
 def declare() -> None:
-    """Declare the schemas, if torch is a CPU build and torchvision is not."""
+    """Declare the schemas once, if torch is a CPU build and torchvision is not.
+
+    An interpreter may read the same .pth twice, so `install` can have been called twice.
+    """
     import torch
 
-    if torch.version.cuda is None and not importlib.metadata.version("torchvision").endswith("+cpu"):
+    if not _libraries and torch.version.cuda is None and not importlib.metadata.version("torchvision").endswith("+cpu"):
         library = torch.library.Library("torchvision", "FRAGMENT")
         for schema in SCHEMAS:
             library.define(schema)
