@@ -1,8 +1,8 @@
 """Lets torchvision's CUDA wheel be imported beside a CPU build of torch.
 
-Its compiled part does not load there, so the operators that it would define are unknown, and `import torchvision` fails with
-"operator torchvision::nms does not exist" when it attaches shapes to them. Declaring the schemas just before the import is
-enough: nothing here ever calls them.
+Its compiled part does not load there, so the operators that it would define are unknown, and `import torchvision`
+fails with "operator torchvision::nms does not exist" when it attaches shapes to them. Declaring the schemas just before
+the import is enough: nothing here ever calls them.
 """
 
 from __future__ import annotations
