@@ -1,5 +1,6 @@
-"""usage: sglang_cpu_engine.py MODEL TP EP [MAP]: greedy tokens of a real SGLang Engine without a GPU, as JSON on the last line.
+"""usage: sglang_cpu_engine.py MODEL TP EP [MAP]
 
+Prints the greedy tokens of a real SGLang Engine without a GPU, as JSON on the last line.
 MAP is the JSON of one row of physical_to_logical_map, used for every layer. Run as a program, because the Engine starts
 processes that import the main module again.
 """

@@ -1,8 +1,9 @@
-"""The test environment itself: SGLang without a GPU computes what transformers computes, so that other tests may trust it."""
+"""The test environment itself: SGLang without a GPU computes what transformers computes, so other tests may trust it."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import subprocess
 import sys
@@ -49,7 +50,7 @@ def run_python(environment: dict[str, str], *arguments: str | Path) -> str:
 def test_absent_experts_add_nothing(ids: list[list[int]], expected: list[float]) -> None:
     from sglang_cpu_shims.moe import skip_absent_experts
 
-    # Expert e multiplies by 1, 2, 3; the second choice counts twice but for expert 1 in the last row of case three.
+    # Experts multiply by 1, 2 and 3; the second token's second choice counts twice.
     experts = torch.arange(1.0, 4.0)[:, None].expand(3, HIDDEN).clone()
     weights = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
     x = torch.ones(2, HIDDEN)
@@ -91,7 +92,7 @@ def test_deep_ep_stand_in_only_constructs_names(root: Path, sglang_cpu_environme
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE whose experts matter: random weights, those of the experts scaled until tokens depend on them."""
+    """A tiny Qwen3-MoE of random weights, those of the experts scaled until the tokens depend on them."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     torch.manual_seed(0)
@@ -123,7 +124,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.sglang
 @pytest.mark.slow
-@pytest.mark.parametrize("tp, ep, row", [(1, 1, None), (2, 2, [0, 1, 2, 3, 3, 0])], ids=["tp1", "tp2-ep2-same-rank-pair"])
+@pytest.mark.parametrize(
+    "tp, ep, row", [(1, 1, None), (2, 2, [0, 1, 2, 3, 3, 0])], ids=["tp1", "tp2-ep2-same-rank-pair"]
+)
 def test_engine_generates_what_transformers_does(
     checkpoint: Path, sglang_cpu_environment: dict[str, str], root: Path, tp: int, ep: int, row: list[int] | None
 ) -> None:
@@ -132,7 +135,8 @@ def test_engine_generates_what_transformers_does(
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     expected = []
     for prompt in PROMPTS:
-        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+        ids = torch.tensor([prompt])
+        tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
         expected.append(tokens[0, len(prompt) :].tolist())
     script = root / "tests" / "sglang_cpu_engine.py"
     output = run_python(sglang_cpu_environment, script, checkpoint, str(tp), str(ep), json.dumps(row))

@@ -12,7 +12,7 @@ class Buffer:
     """Never constructed: communication is what this stand-in lacks."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        raise RuntimeError(f"deep_ep.{type(self).__name__} was constructed, but this deep_ep is a stand-in that cannot send")
+        raise RuntimeError(f"deep_ep.{type(self).__name__} was constructed, but this deep_ep is a stand-in")
 
 
 class Config(Buffer):
