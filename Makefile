@@ -13,7 +13,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
 SHIMS := tests/sglang_cpu
 SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*/*.py)
 

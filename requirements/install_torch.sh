@@ -9,7 +9,7 @@ pinned=$(grep -m 1 '^torch==' "$(dirname "$0")/torch.txt")
 cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
-install() { "$python" -m pip install --quiet "$@"; }
+install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-conflicts "$@"; }
 
 if [ -n "${TORCH_SPEC:-}" ]; then
     install "$TORCH_SPEC"
@@ -20,7 +20,7 @@ elif ! install "$pinned+cpu"; then
     install --index-url "$cpu_index" "$pinned"
 fi
 
-version=$("$python" -c 'import torch; print(torch.__version__, torch.version.cuda or "none")')
+version=$("$python" -W ignore -c 'import torch; print(torch.__version__, torch.version.cuda or "none")')
 if [ "${version#* }" != none ] && ! has_gpu; then
     echo "error: torch ${version% *} is a CUDA build and this machine has no GPU; set TORCH_CPU_INDEX to an index" \
         "that serves the CPU build, then 'make clean' and again" >&2

@@ -1,4 +1,4 @@
-"""Puts a .pth file beside the packages, which setuptools has no key for: it makes the torchvision hook work in every process."""
+"""Puts a .pth file beside the packages, for which setuptools has no key: it starts the torchvision hook everywhere."""
 
 import os
 

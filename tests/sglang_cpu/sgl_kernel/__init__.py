@@ -1,7 +1,7 @@
 """Stand-in for SGLang's kernel package, which has no CPU wheel: every name can be imported, no name can be called.
 
-SGLang imports names from it at module level once its CPU flag is set (0.5.23, for example srt/mem_cache/allocation.py); on the
-paths that the tests take it calls none of them.
+SGLang imports names from it at module level once its CPU flag is set (0.5.23, for example
+srt/mem_cache/allocation.py); on the paths that the tests take it calls none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Missing:
         self.name = name
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        raise RuntimeError(f"sgl_kernel.{self.name} was called, but this environment has only an import-only stand-in for sgl_kernel")
+        raise RuntimeError(f"sgl_kernel.{self.name} was called, but this sgl_kernel is a stand-in that has no kernels")
 
 
 def __getattr__(name: str) -> Missing:

@@ -1,7 +1,8 @@
 """SGLang plugin: the CPU expert forward skips experts that live on other ranks.
 
-With EP > 1 the dispatcher gives id -1 to every chosen expert that lives elsewhere. The GPU kernels skip those; the native
-forward counts tokens per id and fails with "index -1 is out of bounds" (SGLang 0.5.23, layers/moe/fused_moe_native.py:77).
+With EP > 1 the dispatcher gives id -1 to every chosen expert that lives elsewhere. The GPU kernels skip those; the
+native forward counts tokens per id and fails with "index -1 is out of bounds" (SGLang 0.5.23,
+layers/moe/fused_moe_native.py:77).
 """
 
 from __future__ import annotations
@@ -12,24 +13,26 @@ from typing import Any
 FORWARD = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
-def skip_absent_experts(forward: Callable[..., Any], layer: Any, x: Any, topk_output: Any, *rest: Any) -> Any:
+def skip_absent_experts(
+    forward: Callable[..., Any], layer: Any, x: Any, topk_output: Any, *args: Any, **kwargs: Any
+) -> Any:
     """`forward` over the experts of this rank alone.
 
-    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). A token without an expert here gives a row of
-    zeros. For the others an absent expert becomes one that the token uses anyway, with weight zero: an expert that no
-    token chose is never touched, so that one that was left unwritten cannot show, and the sum over k stays the engine's own.
+    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). A token without an expert here gives a row
+    of zeros. For the others an absent expert becomes one that the token uses anyway, with weight zero: so an expert
+    that no token chose is never computed, whatever it holds, and the sum over k stays the engine's own.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     present = ids >= 0
     if present.all():
-        return forward(layer, x, topk_output, *rest)
+        return forward(layer, x, topk_output, *args, **kwargs)
     out = x.new_zeros(x.shape)
     tokens = present.any(dim=1)
     if tokens.any():
         ids, weights, present = ids[tokens], weights[tokens], present[tokens]
         own = ids.where(present, ids.amax(dim=1, keepdim=True))
         topk = topk_output._replace(topk_ids=own, topk_weights=weights.masked_fill(~present, 0))
-        out[tokens] = forward(layer, x[tokens], topk, *rest)
+        out[tokens] = forward(layer, x[tokens], topk, *args, **kwargs)
     return out
 
 

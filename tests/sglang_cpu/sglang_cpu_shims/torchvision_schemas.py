@@ -1,12 +1,13 @@
 """Lets torchvision's CUDA wheel be imported beside a CPU build of torch.
 
-Its compiled part does not load there, so the operators that it would define are unknown, and `import torchvision` fails with
-"operator torchvision::nms does not exist" when it attaches shapes to them. Declaring the schemas just before the import is
-enough: nothing here ever calls them.
+Its compiled part does not load there, so the operators that it would define are unknown, and `import torchvision`
+fails with "operator torchvision::nms does not exist" when it attaches shapes to them. Declaring the schemas just before
+the import is enough: nothing here ever calls them.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 
@@ -15,33 +16,28 @@ SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 
-# A library lives as long as its handle: the schemas go when it is collected.
-_libraries: list[object] = []
 
 
-def declare() -> None:
-    """Declare the schemas once, if torch is a CPU build and torchvision is not.
-
-    An interpreter may read the same .pth twice, so `install` can have been called twice.
-    """
+@functools.cache
+def declare() -> object:
+    """Declare the schemas, if torch is a CPU build and torchvision is not; once, and they live as long as the result."""
     import torch
 
-    if not _libraries and torch.version.cuda is None and not importlib.metadata.version("torchvision").endswith("+cpu"):
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        for schema in SCHEMAS:
-            library.define(schema)
-        _libraries.append(library)
+    if torch.version.cuda is not None or importlib.metadata.version("torchvision").endswith("+cpu"):
+        return None
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in SCHEMAS:
+        library.define(schema)
+    return library
 
 
 class BeforeTorchvision:
-    """A finder that finds nothing: the import of torchvision passes it first, once."""
+    """A finder that finds nothing: whoever looks for torchvision passes it first."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == "torchvision":
-            sys.meta_path.remove(self)
             declare()
 
 
-def install() -> None:
-    """Wait for the import of torchvision; imports nothing by itself, as this runs at the start of every interpreter."""
-    sys.meta_path.insert(0, BeforeTorchvision())
+# At the start of every interpreter (the .pth file), so it must import next to nothing. Python may run a .pth file twice.
+sys.meta_path.insert(0, BeforeTorchvision())

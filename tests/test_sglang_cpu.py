@@ -1,0 +1,143 @@
+"""The test environment itself: SGLang without a GPU computes what transformers computes, so other tests may trust it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from sglang_cpu_engine import NEW_TOKENS, PROMPTS
+
+HIDDEN = 3
+
+
+class TopK(NamedTuple):
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+def native_forward(layer: torch.Tensor, x: torch.Tensor, topk: TopK, scale: float) -> torch.Tensor:
+    """Like SGLang's: every id indexes an expert, a negative one is an error."""
+    if (topk.topk_ids < 0).any():
+        raise IndexError("index -1 is out of bounds")
+    experts = layer[topk.topk_ids] * x[:, None, :] * scale
+    return (experts * topk.topk_weights[:, :, None]).sum(1)
+
+
+def run_python(environment: dict[str, str], *arguments: str | Path) -> str:
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    "ids, expected",
+    [
+        ([[0, 1], [1, 2]], [3.0, 8.0]),
+        ([[0, -1], [-1, 2]], [1.0, 6.0]),
+        ([[-1, -1], [2, 1]], [0.0, 7.0]),
+        ([[-1, -1], [-1, -1]], [0.0, 0.0]),
+    ],
+)
+def test_absent_experts_add_nothing(ids: list[list[int]], expected: list[float]) -> None:
+    from sglang_cpu_shims.moe import skip_absent_experts
+
+    # Experts multiply by 1, 2 and 3; the second token's second choice counts twice.
+    experts = torch.arange(1.0, 4.0)[:, None].expand(3, HIDDEN).clone()
+    weights = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
+    x = torch.ones(2, HIDDEN)
+    out = skip_absent_experts(native_forward, experts, x, TopK(weights, torch.tensor(ids)), 1.0)
+    assert out[:, 0].tolist() == expected
+
+
+@pytest.mark.sglang
+def test_an_expert_that_no_token_chose_cannot_show() -> None:
+    from sglang_cpu_shims.moe import skip_absent_experts
+
+    experts = torch.tensor([float("nan"), 2.0, 3.0])[:, None].expand(3, HIDDEN).clone()
+    topk = TopK(torch.ones(2, 2), torch.tensor([[1, -1], [-1, -1]]))
+    out = skip_absent_experts(native_forward, experts, torch.ones(2, HIDDEN), topk, 1.0)
+    assert out[:, 0].tolist() == [2.0, 0.0]
+
+
+@pytest.mark.sglang
+def test_kernels_can_be_imported_and_not_called() -> None:
+    from sgl_kernel import silu_and_mul
+
+    with pytest.raises(RuntimeError, match=r"sgl_kernel\.silu_and_mul was called"):
+        silu_and_mul()
+
+
+@pytest.mark.sglang
+def test_the_environment_has_the_plugins(sglang_cpu_environment: dict[str, str]) -> None:
+    entry_points = importlib.metadata.entry_points(group="sglang.srt.plugins")
+    assert {"cpu_shims", "weightcast"} <= entry_points.names
+    run_python(sglang_cpu_environment, "-c", "import torchvision, torchvision.ops")
+
+
+def test_deep_ep_stand_in_only_constructs_names(root: Path, sglang_cpu_environment: dict[str, str]) -> None:
+    assert importlib.util.find_spec("deep_ep") is None, "the stand-in is for the processes of single tests"
+    environment = {**sglang_cpu_environment, "PYTHONPATH": str(root / "tests" / "stand_ins")}
+    program = "from deep_ep import Buffer, Config\ntry: Buffer(1)\nexcept RuntimeError as error: print(error)"
+    assert run_python(environment, "-c", program).startswith("deep_ep.Buffer was constructed")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE of random weights, those of the experts scaled until the tokens depend on them."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.mul_(12)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tp, ep, row", [(1, 1, None), (2, 2, [0, 1, 2, 3, 3, 0])], ids=["tp1", "tp2-ep2-same-rank-pair"]
+)
+def test_engine_generates_what_transformers_does(
+    checkpoint: Path, sglang_cpu_environment: dict[str, str], root: Path, tp: int, ep: int, row: list[int] | None
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+        expected.append(tokens[0, len(prompt) :].tolist())
+    script = root / "tests" / "sglang_cpu_engine.py"
+    output = run_python(sglang_cpu_environment, script, checkpoint, str(tp), str(ep), json.dumps(row))
+    assert json.loads(output.splitlines()[-1]) == expected
