@@ -18,21 +18,19 @@ def skip_absent_experts(
 ) -> Any:
     """`forward` over the experts of this rank alone.
 
-    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). A token without an expert here gives a row
-    of zeros. For the others an absent expert becomes one that the token uses anyway, with weight zero: so an expert
-    that no token chose is never computed, whatever it holds, and the sum over k stays the engine's own.
+    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). Each (token, expert) that is present becomes a row
+    of its own with k = 1, and rows are added up by token: the engine's fallback counts an expert once a row, so an absent
+    expert cannot be replaced by one that the token uses anyway. A token without an expert here gives a row of zeros.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     present = ids >= 0
     if present.all():
         return forward(layer, x, topk_output, *args, **kwargs)
     out = x.new_zeros(x.shape)
-    tokens = present.any(dim=1)
-    if tokens.any():
-        ids, weights, present = ids[tokens], weights[tokens], present[tokens]
-        own = ids.where(present, ids.amax(dim=1, keepdim=True))
-        topk = topk_output._replace(topk_ids=own, topk_weights=weights.masked_fill(~present, 0))
-        out[tokens] = forward(layer, x[tokens], topk, *args, **kwargs)
+    token, choice = present.nonzero(as_tuple=True)
+    if len(token):
+        own = topk_output._replace(topk_ids=ids[token, choice][:, None], topk_weights=weights[token, choice][:, None])
+        out.index_add_(0, token, forward(layer, x[token], own, *args, **kwargs))
     return out
 
 
