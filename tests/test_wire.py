@@ -17,9 +17,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_support import K2, TINY, moe_instance, moe_report, random_placement
 
-from weightcast.transfer.columns import decode_column, encode_column, is_descriptor, payload_bytes
-from weightcast.transfer.errors import InputError, LayoutError, PlacementError, WireError
-from weightcast.transfer.layout import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
+from weightcast.transfer.column_codec import (
+    decode_column,
+    encode_column,
+    is_descriptor,
+    payload_bytes,
+)
+from weightcast.transfer.errors import (
+    InputError,
+    LayoutError,
+    PlacementError,
+    WireError,
+)
+from weightcast.transfer.layout import (
+    LayoutNotes,
+    RankReport,
+    Region,
+    RegionTable,
+    TensorSpec,
+    TensorTable,
+)
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.wire import (
@@ -423,8 +440,9 @@ def test_mutated_bytes_raise_nothing_else(draw: st.DataObject) -> None:
     assert_refused_or_taken(decode, broken)
 
 
+FORMS = ["a", "v", "d", "s", "u1", "u2", "i8", "u8"]
 HOSTILE = st.recursive(
-    st.none() | st.booleans() | INT64 | st.floats() | st.text(max_size=5) | st.sampled_from("a v d s u1 i8 u8".split()),
+    st.none() | st.booleans() | INT64 | st.floats() | st.text(max_size=5) | st.sampled_from(FORMS),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )

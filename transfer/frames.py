@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from weightcast.transfer.columns import (
+from weightcast.transfer.column_codec import (
     STRINGS,
     Descriptor,
     decode_column,
