@@ -19,11 +19,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from weightcast.gateway.engines import LOAD_FORMAT
-from weightcast.gateway.worker import InstanceWorker
 from weightcast.transfer.errors import InputError, PairStateError
+
+if TYPE_CHECKING:
+    from weightcast.gateway.worker import InstanceWorker
 
 __all__ = ["GATEWAY_VARIABLE", "register"]
 
@@ -35,6 +36,7 @@ ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
 """Environment variable with the address on which this engine's ranks can be reached by the trainer's."""
 
 PREFIX = "weightcast/"
+LOAD_FORMAT = "weightcast"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 
 
@@ -96,7 +98,9 @@ def _init_group(original: Callable[..., Any], manager: Any, request: Any) -> Any
 
 
 def _connect(manager: Any, request: Any) -> str:
+    # Imported at use: SGLang loads plugins in all of its processes, and this is needed in the schedulers alone.
     from weightcast.adapters.sglang import SglangSink
+    from weightcast.gateway.worker import InstanceWorker
 
     parts = request.group_name.split("/")
     if len(parts) != 4 or not parts[3].isdecimal():

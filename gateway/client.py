@@ -17,7 +17,8 @@ import httpx
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
-from weightcast.transfer.plan import DigestReport, RankPart
+from weightcast.transfer.plan import RankPart
+from weightcast.transfer.wire import DigestReport
 
 __all__ = ["TOKEN_VARIABLE", "GatewayClient"]
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from weightcast.gateway.merge import InstanceLayout, merge_instance, merge_trainer
 from weightcast.gateway.pairs import Event, Phase, check_version
 from weightcast.gateway.service import Instance, Order, Pair, UpdateRecord, as_weightcast_error, elapsed
-from weightcast.gateway.verify import Verified, compare_digests
+from weightcast.gateway.verify import DigestCounts, compare_digests
 from weightcast.transfer.errors import PairStateError, StalePlanError, VersionError, WeightcastError
 from weightcast.transfer.planner import plan_transfer
 
@@ -160,7 +160,7 @@ async def update(pair: Pair, version: int, host: str, port: int) -> dict[str, Up
 async def _update_instance(pair: Pair, instance: Instance, version: int, host: str, port: int) -> UpdateRecord:
     begun = time.monotonic()
     attempts = 0
-    verified: Verified | None = None
+    verified: DigestCounts | None = None
     try:
         check_version(instance.record, version)
         while verified is None:
@@ -202,7 +202,7 @@ async def _leave_epoch(pair: Pair, instance: Instance) -> None:
     instance.on(Event.FAIL, reason=instance.record.reason)
 
 
-async def _attempt(pair: Pair, instance: Instance, version: int) -> Verified:
+async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts:
     """One pass through prepare, transfer, verify and commit. Raises StalePlanError only while nothing was written."""
     deadlines, group, epoch = pair.spec.deadlines, instance.group(pair.spec.name), instance.record.epoch
     world = instance.spec.world_size
@@ -256,7 +256,7 @@ async def _transfer(pair: Pair, instance: Instance, call: asyncio.Task[None]) ->
         await call
 
 
-async def _verify(pair: Pair, instance: Instance) -> Verified:
+async def _verify(pair: Pair, instance: Instance) -> DigestCounts:
     world = instance.spec.world_size
     trainer_world = pair.spec.trainer_world
 

@@ -16,7 +16,7 @@ from typing import Any
 from weightcast.gateway.engines import EngineDriver, EngineSpec, make_driver
 from weightcast.gateway.merge import InstanceLayout, TrainerLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, advance
-from weightcast.gateway.verify import Verified
+from weightcast.gateway.verify import DigestCounts
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -27,7 +27,8 @@ from weightcast.transfer.errors import (
 )
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.parts import instance_part, trainer_part
-from weightcast.transfer.plan import DigestReport, RankPart, TransferPlan
+from weightcast.transfer.plan import RankPart, TransferPlan
+from weightcast.transfer.wire import DigestReport
 
 __all__ = ["Deadlines", "Instance", "Order", "Pair", "PairSpec", "UpdateRecord"]
 
@@ -79,7 +80,7 @@ class UpdateRecord:
     fenced: bool
     reason: str
     seconds: float
-    verified: Verified | None = None
+    verified: DigestCounts | None = None
     attempts: int = 1
 
 

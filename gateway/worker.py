@@ -31,7 +31,8 @@ from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanE
 from weightcast.transfer.executor import Deadline, Executor, TransferReport
 from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.placement import RankPlacement
-from weightcast.transfer.plan import DigestReport, RankPart
+from weightcast.transfer.plan import RankPart
+from weightcast.transfer.wire import DigestReport
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
 
 __all__ = ["InstanceWorker", "TrainerWorker", "UpdateResult"]
