@@ -2,8 +2,8 @@
 
 Transformers 5 holds some weights fused (all experts of a layer in one parameter) and writes them apart by running the
 reverse of its conversion table (transformers 5.19, core_model_loading.py, `revert_weight_conversion`). We run that same
-function on tensors without memory and read off, from storage and strides of each result, which box of which parameter it
-is. So every family that Transformers knows has its names, and a conversion that does more than select, transpose and
+function on tensors without memory and read off, from storage and strides of each result, which box of which parameter
+it is. So every family that Transformers knows has its names, and a conversion that does more than select, transpose and
 concatenate is refused, not guessed.
 """
 

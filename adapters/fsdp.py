@@ -83,8 +83,8 @@ class FsdpSource:
 def _regions(part: Part, shard: _Shard) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Where `part` and the shard meet: offsets in the logical tensor, and views of the shard. One for each run."""
     meets = []
-    for runs, start, size in zip(shard.runs, part.start, part.size, strict=True):
-        meet = list(_meet(runs, start, start + size))
+    for runs, start, length in zip(shard.runs, part.start, part.size, strict=True):
+        meet = list(_meet(runs, start, start + length))
         if not meet:
             return
         meets.append(meet)

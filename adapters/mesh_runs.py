@@ -42,8 +42,8 @@ def total(runs: Sequence[Run]) -> int:
 def mesh_runs(size: int, cuts: Sequence[Cut]) -> Runs:
     """The runs that remain of 0..size-1 when the cuts are made in this order. Empty for a rank that holds nothing.
 
-    >>> mesh_runs(6, [Cut(2, 0, split=3), Cut(2, 0)])
-    (Run(start=0, stop=2),)
+    >>> mesh_runs(12, [Cut(2, 0, split=3), Cut(2, 0)])
+    (Run(start=0, stop=2), Run(start=4, stop=5))
     """
     runs: Runs = (Run(0, size),) if size else ()
     for cut in cuts:
