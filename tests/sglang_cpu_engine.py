@@ -23,7 +23,7 @@ def engine_arguments(model: str, tp: int, ep: int, row: list[int] | None) -> dic
     if row is not None:
         rows = [row] * config["num_hidden_layers"]
         placement["init_expert_location"] = json.dumps({"physical_to_logical_map": rows})
-        placement["ep_num_redundant_experts"] = len(row) - config["num_experts"]
+        placement["ep_num_redundant_experts"] = len(row) - len(set(row))
     return {
         "model_path": model,
         "dtype": "float32",

@@ -1,4 +1,4 @@
-"""The test environment itself: SGLang without a GPU computes what transformers computes, so other tests may trust it."""
+"""The test environment itself: SGLang without a GPU computes what transformers computes; other tests rely on it."""
 
 from __future__ import annotations
 

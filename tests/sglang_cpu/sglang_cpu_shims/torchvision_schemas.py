@@ -20,7 +20,7 @@ SCHEMAS = (
 
 @functools.cache
 def declare() -> object:
-    """Declare the schemas, if torch is a CPU build and torchvision is not; once, and they live as long as the result."""
+    """Declare the schemas once, if torch is a CPU build and torchvision is not; they live as long as the result."""
     import torch
 
     if torch.version.cuda is not None or importlib.metadata.version("torchvision").endswith("+cpu"):
@@ -39,5 +39,5 @@ class BeforeTorchvision:
             declare()
 
 
-# At the start of every interpreter (the .pth file), so it must import next to nothing. Python may run a .pth file twice.
+# At the start of every interpreter (the .pth file), so imports must be few. Python may run a .pth file twice.
 sys.meta_path.insert(0, BeforeTorchvision())
