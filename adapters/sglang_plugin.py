@@ -161,7 +161,7 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived weights anew.
         report = worker.transfer()
         _session.written = True
-        return f"received {report.received_bytes} bytes"
+        return f"received {report.bytes_received} bytes"
 
     return _answer("UpdateWeightsFromDistributedReqOutput", transfer)
 

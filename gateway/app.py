@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.gateway import coordinator
 from weightcast.gateway.engines import EngineSpec
-from weightcast.gateway.merge import inspect_instance
 from weightcast.gateway.service import Deadlines, Pair, PairSpec
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import (
@@ -273,6 +272,8 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
         layout = gateway.pair(name).instance(instance).layout
         if layout is None:
             raise ControlError(f"instance {instance} of pair {name} has not registered yet")
+        from weightcast.gateway.inspection import inspect_instance
+
         return inspect_instance(layout).to_json()
 
 

@@ -11,11 +11,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
-from weightcast.gateway.merge import InstanceLayout, merge_instance, merge_trainer
+from weightcast.gateway.merge import InstanceLayout, TrainerLayout, merge_instance, merge_trainer
 from weightcast.gateway.pairs import Event, Phase, check_version
 from weightcast.gateway.service import Instance, Order, Pair, UpdateRecord, as_weightcast_error, elapsed
 from weightcast.gateway.verify import DigestCounts, compare_digests
 from weightcast.transfer.errors import PairStateError, StalePlanError, VersionError, WeightcastError
+from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.planner import plan_transfer
 
 __all__ = ["connect", "update"]
@@ -89,23 +90,29 @@ async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
         pair.spec.deadlines.register,
         lambda: f"instance {instance.name} ranks {_absent(instance.reports, world)} did not register",
     )
-    return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()))
+    catalog = _trainer_layout(pair).tensors.specs()
+    return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()), catalog)
+
+
+def _trainer_layout(pair: Pair) -> TrainerLayout:
+    if pair.trainer_layout is None:
+        raise PairStateError(f"pair {pair.spec.name}: the trainer has not registered; connect first")
+    return pair.trainer_layout
 
 
 async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
-    trainer = pair.trainer_layout
-    if trainer is None:
-        raise PairStateError(f"pair {pair.spec.name}: the trainer has not registered")
+    trainer = _trainer_layout(pair)
     tables = {name: layout.tables for name, layout in layouts.items()}
     try:
         plan = await asyncio.to_thread(plan_transfer, trainer.tables, tables)
+        parts = await asyncio.to_thread(PlanParts, plan, pair.spec.bucket_bytes)
     except WeightcastError as error:
         for name in layouts:
             await _connect_failed(pair, pair.instances[name], error)
         return
     for name in layouts:
         instance = pair.instances[name]
-        instance.plan = plan
+        instance.plan, instance.parts = plan, parts
         instance.on(Event.PLAN)
         await pair.give(instance, Order("join", instance.record.epoch))
 
@@ -142,10 +149,9 @@ async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError
 
 def members_of(instance: Instance) -> Iterable[str]:
     """Labels of the members of an instance's communicator: the trainer ranks that send to it, then all its ranks."""
-    plan = instance.plan
-    if plan is None:
+    if instance.parts is None:
         raise PairStateError(f"instance {instance.name} has no plan")
-    for rank in plan.senders(instance.name):
+    for rank in instance.parts.trainer_ranks(instance.name):
         yield f"trainer rank {rank}"
     for rank in range(instance.spec.world_size):
         yield f"{instance.name} rank {rank}"
@@ -274,10 +280,13 @@ async def _verify(pair: Pair, instance: Instance) -> DigestCounts:
         missing,
     )
     instance.on(Event.VERIFY)
-    plan = instance.plan
-    if plan is None:
+    plan, layout = instance.plan, instance.layout
+    if plan is None or layout is None:
         raise PairStateError(f"instance {instance.name} has no plan")
-    return await asyncio.to_thread(compare_digests, plan, instance.trainer_digests, instance.name, instance.digests)
+    slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
+    return await asyncio.to_thread(
+        compare_digests, plan, instance.trainer_digests, instance.name, instance.digests, slots
+    )
 
 
 async def _update_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:

@@ -26,7 +26,7 @@ from weightcast.transfer.errors import (
     WeightcastError,
 )
 from weightcast.transfer.layout import RankReport
-from weightcast.transfer.parts import instance_part, trainer_part
+from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart, TransferPlan
 from weightcast.transfer.wire import DigestReport
 
@@ -95,12 +95,13 @@ class Instance:
         self.updates: list[UpdateRecord] = []
         self.layout: InstanceLayout | None = None
         self.plan: TransferPlan | None = None
+        self.parts: PlanParts | None = None
         self.clear_epoch()
 
     def clear_epoch(self) -> None:
         """Forgets what belongs to one epoch: reports, plan, rendezvous and who joined."""
         self.reports: dict[int, RankReport] = {}
-        self.plan = None
+        self.plan = self.parts = None
         self.rendezvous: tuple[str, int] | None = None
         self.joined: set[str] = set()
         self.failure: WeightcastError | None = None
@@ -223,15 +224,15 @@ class Pair:
         """A rank's part of the plan; None while there is no plan yet. Raises what made planning fail."""
         instance = self._instance_in(name, epoch)
         await self.poll(
-            lambda: instance.plan is not None or instance.failure is not None or instance.record.epoch != epoch, wait
+            lambda: instance.parts is not None or instance.failure is not None or instance.record.epoch != epoch, wait
         )
         self._instance_in(name, epoch)
         if instance.failure is not None:
             raise instance.failure
-        if instance.plan is None:
+        if instance.parts is None:
             return None
-        make = trainer_part if side == "trainer" else instance_part
-        return await asyncio.to_thread(make, instance.plan, name, rank, self.spec.bucket_bytes)
+        make = instance.parts.trainer_part if side == "trainer" else instance.parts.instance_part
+        return await asyncio.to_thread(make, name, rank)
 
     async def set_rendezvous(self, name: str, epoch: int, host: str, port: int) -> None:
         """Where the first member of the communicator listens."""

@@ -28,7 +28,8 @@ from weightcast.gateway.client import POLL, GatewayClient
 from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.endpoints import Sink, Source
 from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError, UpdateError, WeightcastError
-from weightcast.transfer.executor import Deadline, Executor, TransferReport
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.executor import Executor, TransferReport, member_labels
 from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
@@ -69,35 +70,28 @@ def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
     return RankReport(rank, world_size, socket.gethostname(), layout.table, layout.placement, layout.notes)
 
 
-def labels_of(part: RankPart) -> list[str]:
-    """Names of the members of a communicator by group rank, as the gateway and every message use them."""
-    trainer = [f"trainer rank {rank}" for rank in part.trainer_ranks]
-    return trainer + [f"{part.instance} rank {rank}" for rank in range(part.instance_ranks)]
-
-
 def join(
     client: GatewayClient, pair: str, epoch: int, part: RankPart, layout: RankLayout, backend: str, address: str, seconds: float
 ) -> Member:
     """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside."""
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
-    labels = labels_of(part)
-    deadline = time.monotonic() + seconds
+    labels = member_labels(part)
+    deadline = Deadline.after(seconds)
     if part.group_rank == 0:
-        store, port = open_store(address)
+        store, port = open_store(address, deadline)
         client.set_rendezvous(pair, part.instance, epoch, address, port)
     else:
-        host, port = client.rendezvous(pair, part.instance, epoch, deadline)
-        store = connect_store(host, port, deadline - time.monotonic())
+        host, port = client.rendezvous(pair, part.instance, epoch, deadline.at)
+        store = connect_store(host, port, deadline)
     group = TorchGroup.join(
         store,
-        part.group_rank,
-        part.group_size,
-        backend=backend,
-        timeout=deadline - time.monotonic(),
-        name=f"weightcast/{pair}/{part.instance}/{epoch}",
+        rank=part.group_rank,
         labels=labels,
-        address=address,
+        name=f"{pair}/{part.instance}/{epoch}",
+        deadline=deadline,
+        backend=backend,
+        interface=address if backend == "gloo" else "",
     )
     try:
         executor = Executor(part, layout, group)
@@ -276,7 +270,7 @@ class TrainerWorker:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             if member.executor is not None:
-                reports[name] = member.executor.run(Deadline(self._seconds))
+                reports[name] = member.executor.run(Deadline.after(self._seconds))
             self._client.transferred(self._pair, name, epoch, self._rank)
             report = digest_report(member.part, layout)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, report)
@@ -353,7 +347,7 @@ class InstanceWorker:
                 raise StalePlanError(f"the update was called off: {order['reason']}")
             if member.executor is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
-            return member.executor.run(Deadline(self._seconds))
+            return member.executor.run(Deadline.after(self._seconds))
         except StalePlanError:
             raise
         except BaseException as error:

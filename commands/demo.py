@@ -1,0 +1,108 @@
+"""`weightcast demo`: the main job on one machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from weightcast.demo.config import DemoConfig, VersionOutcome
+
+__all__ = ["add"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add(commands: Commands) -> None:
+    """`weightcast demo`."""
+    parser = commands.add_parser("demo", help="train, sync and compare on this machine: FSDP2 to real SGLang servers")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint folder; a small Qwen3-MoE is made otherwise")
+    parser.add_argument("--work", type=Path, metavar="DIR", help="folder for model and logs; a temporary one otherwise")
+    parser.add_argument("--trainers", type=int, default=2, help="trainer processes (2)")
+    parser.add_argument("--versions", type=int, default=3, help="versions to sync (3)")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a version (2)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines (float32)")
+    parser.add_argument(
+        "--instance",
+        action="append",
+        metavar="JSON",
+        help="an SGLang server, repeatable: {\"name\": \"rollout-0\", \"tp\": 2, \"ep\": 2, \"map\": [0,1,2,3,3,0]}",
+    )
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
+    from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, ServerConfig
+
+    servers = tuple(ServerConfig.parse(text) for text in arguments.instance or ()) or DEFAULT_SERVERS
+    return DemoConfig(
+        work=work,
+        model=arguments.model,
+        trainers=arguments.trainers,
+        versions=arguments.versions,
+        steps=arguments.steps,
+        dtype=arguments.dtype,
+        servers=servers,
+        deadline=arguments.deadline,
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    work = arguments.work or Path(tempfile.mkdtemp(prefix="weightcast-demo-"))
+    config = _config(arguments, work)
+    from weightcast.demo.run import run_demo
+
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - begun:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    outcomes, faults = run_demo(config, say)
+    seconds = time.monotonic() - begun
+    if arguments.json:
+        print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "faults": faults, "seconds": seconds}))
+    else:
+        _print(config, outcomes)
+        print(f"{seconds:.0f} s; logs in {work}")
+    for fault in faults:
+        print(f"weightcast demo: {fault}", file=sys.stderr)
+    return 4 if faults else 0
+
+
+def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from weightcast.demo.run import describe_server
+
+    layouts = {server.name: describe_server(server) for server in config.servers}
+    table = Table(title=f"{config.trainers} FSDP2 trainer ranks -> {len(layouts)} SGLang servers, {config.dtype}")
+    for column in (
+        "version", "instance", "layout", "weight_version", "digests equal", "of them expert slots", "replicas",
+        "tokens = trainer's", "changed", "mean |Δ logprob|", "update",
+    ):  # fmt: skip
+        table.add_column(column)
+    for o in outcomes:
+        v = o.verified
+        table.add_row(
+            str(o.version),
+            o.instance,
+            layouts[o.instance],
+            o.weight_version,
+            str(v.get("regions", "-")),
+            str(v.get("slot_regions", "-")),
+            str(v.get("replicas", "-")),
+            f"{o.equal}/{o.prompts}",
+            f"{o.changed}/{o.prompts}",
+            f"{o.logprob_gap:.1e}",
+            f"{o.seconds:.2f} s",
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)

@@ -1,0 +1,32 @@
+"""`weightcast inspect`: coverage, slots, replicas and same-rank pairs of an instance, as its ranks reported them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TypeAlias
+
+from weightcast.commands.status import add_gateway_option
+
+__all__ = ["add"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add(commands: Commands) -> None:
+    """`weightcast inspect`."""
+    parser = commands.add_parser("inspect", help="show what the ranks of an instance hold")
+    parser.add_argument("pair")
+    parser.add_argument("instance")
+    add_gateway_option(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from weightcast.gateway.client import GatewayClient
+    from weightcast.gateway.inspection import InspectTable
+
+    with GatewayClient(arguments.gateway) as client:
+        found = client.inspect(arguments.pair, arguments.instance)
+    print(json.dumps(found) if arguments.json else InspectTable.from_json(found).text())
+    return 0
