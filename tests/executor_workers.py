@@ -1,0 +1,187 @@
+"""What the processes of test_executor.py and test_torch_group.py do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from part_support import make_parts
+
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.executor import Executor, member_labels
+from weightcast.transfer.layout import LayoutBuilder, RankLayout
+from weightcast.transfer.plan import RankPart
+from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
+
+POISON = 0xA5
+DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
+          (torch.uint8, torch.uint8), (torch.float32, torch.float16), (torch.bfloat16, torch.float32)]  # fmt: skip
+Box = tuple[list[int], list[int]]
+
+
+def group_of(port: int, rank: int, labels: Sequence[str], name: str, seconds: float = 20.0) -> TorchGroup:
+    torch.set_num_threads(1)
+    deadline = Deadline.after(seconds)
+    store = connect_store("127.0.0.1", port, deadline)
+    return TorchGroup.join(store, rank=rank, labels=labels, name=name, deadline=deadline, interface="127.0.0.1")
+
+
+# Random layouts
+
+
+@dataclass
+class Side:
+    """Layouts of the ranks of one side, and the tensors that own their memory, by rank."""
+
+    layouts: list[RankLayout]
+    memory: list[list[torch.Tensor]]
+    holds: list[list[tuple[str, Box, torch.Tensor]]]
+
+
+def grid(rng: random.Random, shape: Sequence[int]) -> list[Box]:
+    """Disjoint boxes that tile a shape: random cuts along up to two dimensions, some of them empty."""
+    boxes: list[Box] = [([], [])]
+    cuttable = rng.sample(range(len(shape)), min(len(shape), rng.choice([0, 1, 1, 2])))
+    for d, length in enumerate(shape):
+        edges = sorted([0, length, *(rng.randint(0, length) for _ in range(rng.randint(1, 2)) if d in cuttable)])
+        boxes = [([*o, a], [*s, b - a]) for o, s in boxes for a, b in itertools.pairwise(edges)]
+    return boxes
+
+
+def memory_for(
+    rng: random.Random, size: Sequence[int], dtype: torch.dtype, fused: dict[str, list]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A view of that size that is contiguous, strided, transposed or a slot of something larger; and who owns it."""
+    form = rng.choice(["own", "strided", "transposed", "slot", "slot"])
+    if form == "strided" and size:
+        owner = torch.empty([n + 3 for n in size], dtype=dtype)
+        return owner[tuple(slice(1, 1 + n) for n in size)], owner
+    if form == "transposed" and len(size) > 1:
+        owner = torch.empty(list(reversed(size)), dtype=dtype)
+        return owner.permute(*reversed(range(len(size)))), owner
+    if form == "slot":
+        pool = fused.setdefault(str(dtype), [torch.empty(8192, dtype=dtype), 0])
+        count = torch.Size(size).numel()
+        if pool[1] + count <= pool[0].numel():
+            view = pool[0][pool[1] : pool[1] + count].view(list(size))
+            pool[1] += count + rng.choice([0, 0, 0, 5])
+            return view, pool[0]
+    owner = torch.empty(list(size), dtype=dtype)
+    return owner, owner
+
+
+def side(
+    rng: random.Random, tensors: dict[str, tuple[list[int], torch.dtype]], ranks: int, replicate: float, idle: bool
+) -> Side:
+    """Every box on one rank at least; with probability `replicate` once more, perhaps on the same rank."""
+    builders = [LayoutBuilder() for _ in range(ranks)]
+    made = Side([], [[] for _ in range(ranks)], [[] for _ in range(ranks)])
+    fused: list[dict[str, list]] = [{} for _ in range(ranks)]
+    busy = range(ranks - 1) if idle and ranks > 1 else range(ranks)
+    for name, (shape, dtype) in tensors.items():
+        for offset, size in grid(rng, shape):
+            holders = [rng.choice(busy)]
+            while rng.random() < replicate and len(holders) < 4:
+                holders.append(rng.choice(busy))
+            for rank in holders:
+                view, owner = memory_for(rng, size, dtype, fused[rank])
+                if not any(owner is known for known in made.memory[rank]):
+                    owner.view(-1).view(torch.uint8).fill_(POISON)
+                    made.memory[rank].append(owner)
+                builders[rank].add(name, shape, offset, view)
+                made.holds[rank].append((name, (offset, size), view))
+    made.layouts = [b.build() for b in builders]
+    return made
+
+
+def value(name: str, shape: Sequence[int], dtype: torch.dtype, version: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()) + 7919 * version)
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, list(shape), dtype=dtype, generator=generator)
+    return torch.randn(list(shape), generator=generator).to(dtype)
+
+
+def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
+    return full[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
+
+
+@dataclass
+class Case:
+    """A trainer and an instance with random layouts; the same in every process."""
+
+    source: Side
+    target: Side
+    shapes: dict[str, list[int]]
+    trainer_parts: list[RankPart | None]
+    parts: list[RankPart]
+
+    @classmethod
+    def make(cls, seed: int, trainer: int, instance: int) -> Case:
+        rng = random.Random(seed)
+        shapes = {
+            f"t{i}": [rng.randint(1, 9) for _ in range(rng.choice([0, 1, 2, 2, 3]))] for i in range(rng.randint(1, 8))
+        }
+        if rng.random() < 0.2:
+            shapes["empty"] = [0, 4]
+        dtypes = {name: rng.choice(DTYPES) for name in shapes}
+        source = side(
+            rng, {n: (s, dtypes[n][0]) for n, s in shapes.items()}, trainer, rng.choice([0, 0.4]), rng.random() < 0.3
+        )
+        target = side(
+            rng, {n: (s, dtypes[n][1]) for n, s in shapes.items()}, instance, rng.choice([0.2, 0.6]), rng.random() < 0.3
+        )
+        tables = [layout.table for layout in source.layouts]
+        bucket = rng.choice([64, 256, 1024, 1 << 20]) * max(trainer, instance)
+        trainer_parts, parts = make_parts(tables, [layout.table for layout in target.layouts], bucket)
+        return cls(source, target, shapes, trainer_parts, parts)
+
+    def fill(self, rank: int, version: int) -> None:
+        for name, box, view in self.source.holds[rank]:
+            view.copy_(box_of(value(name, self.shapes[name], view.dtype, version), box))
+
+    def check(self, rank: int, version: int) -> int:
+        """Every byte of the rank's memory is what it should be, also those between regions. Returns how many."""
+        found = [owner.clone() for owner in self.target.memory[rank]]
+        for owner in self.target.memory[rank]:
+            owner.view(-1).view(torch.uint8).fill_(POISON)
+        sources = {n: v.dtype for holds in self.source.holds for n, _, v in holds}
+        for name, box, view in self.target.holds[rank]:
+            view.copy_(box_of(value(name, self.shapes[name], sources[name], version), box))
+        for owner, was in zip(self.target.memory[rank], found, strict=True):
+            same = torch.equal(owner.view(-1).view(torch.uint8), was.view(-1).view(torch.uint8))
+            assert same, f"rank {rank} version {version}: {owner} != {was}"
+            owner.copy_(was)
+        return sum(owner.nbytes for owner in found)
+
+
+def run_random(
+    rank: int, world: int, _: int, port: int, trainer: int, seeds: Sequence[int]
+) -> tuple[int, int, int, int]:
+    """Two versions through every case. Returns bytes checked, received, copied, and the most rounds of a case."""
+    checked = received = copied = rounds = 0
+    groups: dict[tuple[int, ...], TorchGroup] = {}
+    for seed in seeds:
+        case = Case.make(seed, trainer, world - trainer)
+        part = case.trainer_parts[rank] if rank < trainer else case.parts[rank - trainer]
+        if part is None:
+            continue
+        layout = (case.source.layouts if part.is_trainer else case.target.layouts)[part.rank]
+        if part.trainer_ranks not in groups:
+            name = f"senders {part.trainer_ranks}"
+            groups[part.trainer_ranks] = group_of(port, part.group_rank, member_labels(part), name)
+        executor = Executor(part, layout, groups[part.trainer_ranks])
+        for version in (1, 2):
+            if part.is_trainer:
+                case.fill(part.rank, version)
+            report = executor.run(Deadline.after(20.0))
+            if not part.is_trainer:
+                checked += case.check(part.rank, version)
+            received += report.bytes_received
+            copied += report.bytes_copied
+            rounds = max(rounds, report.rounds)
+    for group in groups.values():
+        group.close()
+    return checked, received, copied, rounds
