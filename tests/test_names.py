@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightcast.transfer.names import NONE, layers_and_experts, ranges, summarize
+from weightcast.transfer.names import NONE, parse_names, ranges, summarize
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -56,17 +56,19 @@ def test_repeated_names_count_once() -> None:
     assert summarize(names + names) == summarize(names)
 
 
-def test_layers_and_experts() -> None:
+def test_numbers_and_families() -> None:
     names = ["lm_head.weight", "a.layers.7.norm", "a.layers.3.mlp.experts.12.w", "xlayers.3.experts.x", "layers.5"]
-    layers, numbers = layers_and_experts(names)
-    assert layers.tolist() == [NONE, 7, 3, NONE, 5]
-    assert numbers.tolist() == [NONE, NONE, 12, NONE, NONE]
+    names += ["a.layers.3.mlp.experts.4.w", "a.layers.3.mlp.experts.4.v", "a.layers.4.mlp.experts.12.w"]
+    parsed = parse_names(names)
+    assert parsed.layer.tolist() == [NONE, 7, 3, NONE, 5, 3, 3, 4]
+    assert parsed.expert.tolist() == [NONE, NONE, 12, NONE, NONE, 4, 4, 12]
+    assert parsed.family.tolist() == [0, 1, 2, 3, 4, 2, 5, 6]
 
 
 def test_numbers_that_fit_no_column_are_no_numbers() -> None:
-    layers, numbers = layers_and_experts(["model.layers." + "9" * 5000 + ".w", "experts." + "9" * 10 + ".w"])
-    assert layers.tolist() == [NONE, NONE]
-    assert numbers.tolist() == [NONE, NONE]
+    parsed = parse_names(["model.layers." + "9" * 5000 + ".w", "experts." + "9" * 10 + ".w"])
+    assert parsed.layer.tolist() == [NONE, NONE]
+    assert parsed.expert.tolist() == [NONE, NONE]
 
 
 def _numbers(text: str) -> list[int]:
@@ -95,6 +97,4 @@ def test_summary_names_exactly_what_was_handed_in(chosen: set[tuple[int, int, st
 
 
 def test_columns_are_int64() -> None:
-    layers, numbers = layers_and_experts(["a"])
-    assert layers.dtype == np.int64
-    assert numbers.dtype == np.int64
+    assert all(column.dtype == np.int64 for column in parse_names(["a"]))
