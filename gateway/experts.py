@@ -14,7 +14,8 @@ from weightcast.gateway.join import JoinedRegions, SideName
 from weightcast.transfer.audit import audit_dispatch, audit_shared_dispatch
 from weightcast.transfer.errors import AgreementError, CoverageError, LayoutError
 from weightcast.transfer.layout import NO_SLOT, IntArray, RankReport, TensorTable
-from weightcast.transfer.names import NONE, parse_names, ranges, summarize
+from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.names import number_ranges, summarize
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
 
@@ -45,7 +46,7 @@ def common_placement(side: SideName, reports: Sequence[RankReport]) -> ExpertPla
     placement = first.placement.placement
     if missing := set(range(placement.ep_size)) - stored:
         raise CoverageError(
-            f"the experts of storage rank {ranges(missing)} of {placement.ep_size} are on no rank of {side}"
+            f"the experts of storage rank {number_ranges(missing)} of {placement.ep_size} are on no rank of {side}"
         )
     return placement
 
@@ -204,7 +205,7 @@ def _missing_slots(
     others = len(np.unique(physical)) - 1
     more = f"; {others} more slots are incomplete" if others else ""
     ranks = np.unique(slots.regions.rank[slots.physical // placement.slots_per_rank == storage]).tolist()
-    who = f"rank {ranges(ranks)} of {side}" if ranks else f"the ranks of {side} with storage rank {storage}"
+    who = f"rank {number_ranges(ranks)} of {side}" if ranks else f"the ranks of {side} with storage rank {storage}"
     return f"{summarize(names)}: not in slot {slot} of {who}, which the placement says holds it{more}"
 
 
@@ -219,7 +220,7 @@ def _check_cut_slots(side: SideName, slots: _SlotRows, rest: IntArray, key: IntA
     if not len(short):
         return
     row = int(rest[first[short[0]]])
-    ranks = ranges(own.rank[dense == short[0]].tolist())
+    ranks = number_ranges(own.rank[dense == short[0]].tolist())
     more = f"; {len(short)} of {len(keys)} such slots are incomplete" if len(short) > 1 else ""
     raise CoverageError(
         f"{slots.name(row)!r}: slot {int(slots.regions.slot[row])} of rank {ranks} of {side} holds only a part{more}"
@@ -242,7 +243,7 @@ def check_dispatch(side: SideName, reports: Sequence[RankReport], placement: Exp
         except AgreementError as error:
             raise AgreementError(f"{side.rank(rank)}: {error}") from None
     if len(set(shared.values())) > 1:
-        apart = ranges(rank for rank, same in shared.items() if not same)
+        apart = number_ranges(rank for rank, same in shared.items() if not same)
         raise AgreementError(f"rank {apart} of {side} says that dispatch tables may differ, others that they must not")
     if any(shared.values()):
         try:

@@ -11,7 +11,7 @@ import numpy as np
 from weightcast.transfer.dtypes import dtype_name
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, TensorTable, pad_boxes
-from weightcast.transfer.names import ranges
+from weightcast.transfer.names import number_ranges
 
 __all__ = ["JoinedRegions", "SideName", "join_reports", "order_reports"]
 
@@ -76,7 +76,7 @@ def order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankRe
     if first is None:
         raise LayoutError(f"no rank of {side} reported")
     if missing := set(range(first.world_size)) - by_rank.keys():
-        raise LayoutError(f"of the {first.world_size} ranks of {side} these did not report: {ranges(missing)}")
+        raise LayoutError(f"of the {first.world_size} ranks of {side} these did not report: {number_ranges(missing)}")
     return tuple(by_rank[rank] for rank in range(first.world_size))
 
 
