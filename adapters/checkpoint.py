@@ -1,0 +1,133 @@
+"""Names, shapes and dtypes of a checkpoint from its safetensors headers, without torch and without reading a weight.
+
+Format: safetensors 0.5, README, "Format": eight bytes little-endian length, then that many bytes of JSON, then the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from weightcast.transfer.dtypes import ITEMSIZE, SAFETENSORS, dtype_code
+from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.layout import TensorSpec
+
+__all__ = ["INDEX", "MAX_HEADER_BYTES", "read_headers"]
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The largest header that safetensors itself reads, and the largest index that is read here."""
+_MAX_NDIM = 16
+
+
+def read_headers(model_path: str | os.PathLike[str]) -> dict[str, TensorSpec]:
+    """Every tensor of the checkpoint in directory `model_path`: name -> (global shape, dtype), files in order of their names.
+
+    With an index (`model.safetensors.index.json`) the files are those it lists, and every name it lists must be in its file. Without
+    one all `*.safetensors` files are read. Raises LayoutError, one line, for a directory without such files and for broken ones.
+    """
+    folder = Path(model_path)
+    if not folder.is_dir():
+        raise LayoutError(
+            f"checkpoint {str(folder)!r} is not a directory; give the local folder with its safetensors files"
+        )
+    index = folder / INDEX
+    listed = _read_index(index) if index.is_file() else None
+    names = sorted(set(listed.values())) if listed is not None else sorted(p.name for p in folder.glob("*.safetensors"))
+    if not names:
+        raise LayoutError(f"checkpoint {str(folder)!r} has no *.safetensors file")
+    found: dict[str, TensorSpec] = {}
+    held_by: dict[str, str] = {}
+    for name in names:
+        for tensor, spec in _read_file(folder / name).items():
+            if tensor in held_by and (listed is None or listed.get(tensor) not in (name, held_by[tensor])):
+                raise LayoutError(f"tensor {tensor!r} is in both {held_by[tensor]!r} and {name!r} of {str(folder)!r}")
+            if tensor not in held_by or (listed is not None and listed.get(tensor) == name):
+                found[tensor], held_by[tensor] = spec, name
+    for tensor, name in (listed or {}).items():
+        if held_by.get(tensor) != name:
+            raise LayoutError(
+                f"{str(index)!r} says that tensor {tensor!r} is in {name!r}, but that file does not have it"
+            )
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The weight map of an index file: tensor name -> file name."""
+    if path.stat().st_size > MAX_HEADER_BYTES:
+        raise LayoutError(f"{str(path)!r} has {path.stat().st_size} bytes, more than {MAX_HEADER_BYTES}")
+    index = _object(path.read_bytes(), str(path))
+    listed = index.get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+        raise LayoutError(f"{str(path)!r} has no weight_map of tensor names to file names")
+    for name in listed.values():
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise LayoutError(f"{str(path)!r} lists file {name!r}, which is not a plain file name")
+    return listed
+
+
+def _read_file(path: Path) -> dict[str, TensorSpec]:
+    """Header of one file, checked against the size of the file."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise LayoutError(
+                    f"{str(path)!r} has {size} bytes and claims a header of {length}, at most {MAX_HEADER_BYTES} are read; "
+                    "it is cut off or no safetensors file"
+                )
+            header = _object(file.read(length), str(path))
+    except OSError as error:
+        raise LayoutError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    data = size - 8 - length
+    return {name: _spec(name, entry, data, str(path)) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _object(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(raw, object_pairs_hook=_no_twice)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"{where!r}: header is not valid JSON ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(found, dict):
+        raise LayoutError(f"{where!r}: header is a JSON {type(found).__name__}, expected an object")
+    return found
+
+
+def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return made
+
+
+def _spec(name: str, entry: Any, data: int, where: str) -> TensorSpec:
+    """One entry of a header. `data` is the number of bytes after the header."""
+    if not isinstance(entry, dict):
+        raise LayoutError(f"{where!r}: entry of tensor {name!r} is not an object")
+    dtype, shape, span = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS:
+        raise LayoutError(f"{where!r}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(SAFETENSORS)}")
+    if not _counts(shape) or len(shape) > _MAX_NDIM:
+        raise LayoutError(
+            f"{where!r}: tensor {name!r} has shape {str(shape)[:80]}, expected at most {_MAX_NDIM} numbers >= 0"
+        )
+    if not _counts(span) or len(span) != 2 or not span[0] <= span[1] <= data:
+        raise LayoutError(
+            f"{where!r}: tensor {name!r} has data_offsets {str(span)[:80]}, not inside the {data} bytes of data"
+        )
+    expected = int(ITEMSIZE[dtype_code(SAFETENSORS[dtype])])
+    for n in shape:
+        expected *= n
+    if span[1] - span[0] != expected:
+        raise LayoutError(
+            f"{where!r}: tensor {name!r} of {dtype} {shape} takes {expected} bytes, data_offsets say {span[1] - span[0]}"
+        )
+    return TensorSpec(tuple(shape), SAFETENSORS[dtype])
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)

@@ -1,0 +1,453 @@
+"""The dispatch mode behind `trace_loader`: sees every operator, lets no write to a real tensor pass, remembers where data came from.
+
+Three kinds of storage are known while it runs. A *record* is a storage whose content is boxes of logical tensors and constants: the
+logical tensors themselves, and whatever was copied together from them. A *temporary* is a real storage that the loader
+made during the trace; it may be written. Everything else existed before, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightcast.adapters.loader_trace import ElsewhereWrite, Recorder, copy_between
+from weightcast.adapters.copies import Aligned, Base, Box, Copy, Dim, NotABoxError, align, intersect, subtract
+from weightcast.transfer.dtypes import to_torch
+from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.layout import TensorSpec
+
+__all__ = ["LoaderMode"]
+
+aten = torch.ops.aten
+
+_COPIES = {aten.clone.default, aten._to_copy.default}
+_COPY_IN_PLACE = {aten.copy_.default, aten.fill_.Tensor}
+_FILLS = {aten.fill_.Scalar, aten.zero_.default}
+_CONSTANTS = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_NO_DATA = _CONSTANTS | {
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "empty",
+    "empty_strided",
+    "rand_like",
+    "randn_like",
+}
+_ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
+
+
+@dataclass(slots=True)
+class Piece:
+    """Box `box` of a record holds logical `tensor` from element `offset` on, `stride` per dimension of the record.
+
+    `tensor` None is a constant. `through` are the dtypes the values went through on the way.
+    """
+
+    box: Box
+    tensor: str | None
+    offset: int
+    stride: tuple[int, ...]
+    through: tuple[torch.dtype, ...] = ()
+
+
+@dataclass(slots=True)
+class Record:
+    """A storage with known content; of overlapping pieces the later holds. `computed` names what it was computed from, if it was."""
+
+    base: Base
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+    computed: frozenset[str] | None = None
+    alive: object = None
+
+
+@dataclass(slots=True)
+class Temporary:
+    """A real storage made during the trace. The weak reference keeps its address from being used for another one."""
+
+    alive: StorageWeakRef
+    base: Base
+    dtype: torch.dtype
+    constant: bool
+    parameter: str | None
+    """The parameter whose values it was computed from, if any."""
+
+
+def _storage(t: torch.Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+def _base(t: torch.Tensor) -> Base:
+    return Base(t.storage_offset(), tuple(t.shape), tuple(t.stride()))
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
+
+
+class LoaderMode(TorchDispatchMode):
+    """Use as a context around the loader; `logical` makes its inputs, the recorder gets its writes."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.current = ""
+        self._recorder = recorder
+        self._records: dict[int, Record] = {}
+        self._temporaries: dict[int, Temporary] = {}
+        self._logical: dict[str, Base] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._parameters: dict[int, list[str]] = {}
+        self._written: dict[Any, tuple[list[int], list[str]]] = {}
+        for name, t in recorder.parameters.items():
+            self._parameters.setdefault(_storage(t), []).append(name)
+
+    def logical(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
+        self.current = name
+        dtype = self._dtypes[name] = to_torch(spec.dtype)
+        t = torch.empty(spec.shape, dtype=dtype, device="meta")
+        base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
+        whole = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
+        self._records[_storage(t)] = Record(base, dtype, [whole], alive=t)
+        return t
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(_tensors([*args, *kwargs.values()]))
+        written = self._mutated(func, args, kwargs)
+        if written:
+            return self._mutate(func, args, kwargs, given, written)
+        known = [t for t in given if self._is_known(t)]
+        if known:
+            return self._derive(func, args, kwargs, given, known)
+        return self._compute(func, args, kwargs, given)
+
+    def _is_known(self, t: torch.Tensor) -> bool:
+        """Whether the tensor has no values to compute with: a meta tensor, or a real one that was only pretended to be written."""
+        return t.is_meta or _storage(t) in self._records
+
+    # Operators that write
+
+    def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """The arguments that an operator writes, by its schema."""
+        places = self._written.get(func)
+        if places is None:
+            at: list[int] = []
+            named: list[str] = []
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    named.append(argument.name) if argument.kwarg_only else at.append(i)
+            places = self._written[func] = (at, named)
+        values = [args[i] for i in places[0] if i < len(args)] + [kwargs[n] for n in places[1] if n in kwargs]
+        return list(_tensors(values))
+
+    def _mutate(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
+        inputs_known = any(self._is_known(t) for t in given)
+        if not inputs_known and all(_storage(t) in self._temporaries for t in written):
+            for t in written:
+                temporary = self._temporaries[_storage(t)]
+                covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
+                temporary.constant = func in _FILLS and covers
+                temporary.parameter = temporary.parameter or self._parameter_behind(given)
+            return func(*args, **kwargs)
+        if func in _COPY_IN_PLACE:
+            self._write(args[0], args[1], str(func))
+        elif func is aten._foreach_copy_.default:
+            for dst, src in zip(args[0], args[1], strict=True):
+                self._write(dst, src, str(func))
+        elif func in _FILLS:
+            self._write(args[0], None, str(func))
+        else:
+            names = frozenset().union(*(self._names(t) for t in given))
+            for t in written:
+                self._spoil(t, str(func), names, "is no copy")
+        return self._returned(func, args, kwargs)
+
+    def _returned(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a swallowed operator returns: the arguments that its schema says it returns."""
+        by_alias = {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = kwargs.get(argument.name, args[i] if i < len(args) else None)
+                by_alias[frozenset(argument.alias_info.before_set)] = value
+        found = []
+        for returned in func._schema.returns:
+            key = frozenset(returned.alias_info.before_set) if returned.alias_info is not None else None
+            if key not in by_alias:
+                raise DescribeError(
+                    f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and computes at once; "
+                    "it cannot be traced"
+                )
+            found.append(by_alias[key])
+        return None if not found else found[0] if len(found) == 1 else tuple(found)
+
+    def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
+        """Records a copy, or a fill where `src` is None."""
+        if dst.numel() == 0 or (src is not None and _same_memory(dst, src)):
+            return
+        try:
+            copies = list(self._copies(dst, src))
+            if (parameter := self._parameter_of(dst)) is not None:
+                self._write_parameter(parameter, dst, copies)
+                return
+            record = self._record_for(dst)
+            if record is None:
+                names = tuple(sorted({name for name, _, _ in copies if name}))
+                self._recorder.used.update(names)
+                self._recorder.elsewhere.append(ElsewhereWrite(dst, operator, names))
+                return
+            if dst.dtype != record.dtype:
+                raise NotABoxError(f"{dst.dtype} written over {record.dtype}")
+            for name, copy, through in copies:
+                for piece in align(copy, record.base, "dst"):
+                    path = (*through, record.dtype)
+                    record.pieces.append(Piece(piece.box, name, piece.copy.src_offset, piece.other, path))
+        except NotABoxError as why:
+            self._spoil(dst, operator, self._names(src) if src is not None else frozenset(), str(why))
+
+    def _write_parameter(
+        self, parameter: str, dst: torch.Tensor, copies: list[tuple[str | None, Copy, tuple[torch.dtype, ...]]]
+    ) -> None:
+        t = self._recorder.parameters[parameter]
+        if dst.dtype != t.dtype:
+            raise NotABoxError(f"{dst.dtype} written over a parameter of {t.dtype}")
+        for name, copy, through in copies:
+            if name is None:
+                self._recorder.filled(parameter, copy)
+                continue
+            _check_lossless(self._dtypes[name], through, t.dtype)
+            self._recorder.copied(parameter, name, self._logical[name], copy)
+
+    def _copies(
+        self, dst: torch.Tensor, src: torch.Tensor | None
+    ) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
+        """The copy as (logical tensor or None for a constant, copy from it, dtypes on the way). Raises NotABoxError."""
+        if src is None:
+            yield None, copy_between(dst), ()
+            return
+        src = src.expand(dst.shape)
+        record = self._record_for(src, create=False)
+        if record is None:
+            temporary = self._temporaries.get(_storage(src))
+            if temporary is None or not temporary.constant:
+                raise NotABoxError("values that are not in the checkpoint")
+            yield None, copy_between(dst), ()
+            return
+        if record.computed is not None:
+            raise NotABoxError("values computed from the checkpoint")
+        if src.dtype != record.dtype:
+            raise NotABoxError(f"bits of {record.dtype} read as {src.dtype}")
+        for part in align(copy_between(dst, src), record.base, "src"):
+            yield from _by_piece(part, record)
+
+    def _record_for(self, t: torch.Tensor, create: bool = True) -> Record | None:
+        """The record of a storage; a temporary gets one when it is first written with known content."""
+        key = _storage(t)
+        record = self._records.get(key)
+        if record is None and create and (temporary := self._temporaries.get(key)) is not None:
+            record = self._records[key] = Record(temporary.base, temporary.dtype, alive=temporary.alive)
+            if temporary.constant:
+                record.pieces.append(_constant(temporary.base))
+        return record
+
+    def _spoil(self, dst: torch.Tensor, operator: str, names: frozenset[str], why: str) -> None:
+        """A write that is no strided copy: opaque on a parameter, unknown content elsewhere."""
+        self._recorder.used.update(names)
+        source = f"{why} (checkpoint tensors: {', '.join(sorted(names)[:4]) or 'none'})"
+        if (parameter := self._parameter_of(dst)) is not None:
+            self._recorder.refused(parameter, dst, operator, source)
+        elif (record := self._record_for(dst)) is not None:
+            record.computed = names | self._names(dst)
+        else:
+            self._recorder.elsewhere.append(ElsewhereWrite(dst, operator, tuple(sorted(names))))
+
+    # Operators that make tensors
+
+    def _derive(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], known: list[torch.Tensor]) -> Any:
+        """An operator on tensors without values: views pass, copies are remembered, everything else is computed."""
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name in _NO_DATA:
+            return self._made(func(*args, **kwargs), name in _CONSTANTS)
+        out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+        made = list(_tensors([out]))
+        if not made and func not in _ASKS_NO_VALUE:
+            names = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
+            raise DescribeError(
+                f"the engine's loader reads values of checkpoint tensor {names or self.current!r} ({func}); what it does with "
+                "them cannot be traced"
+            )
+        inputs = {_storage(t) for t in given}
+        fresh = [t for t in made if _storage(t) not in inputs]
+        for t in fresh:
+            self._records[_storage(t)] = Record(_base(t), t.dtype, alive=t)
+        if len(fresh) == 1 and self._is_copy(func, args, fresh[0]):
+            return out
+        names = frozenset().union(*(self._names(t) for t in given))
+        for t in fresh:
+            self._records[_storage(t)].computed = names
+        return out
+
+    def _is_copy(self, func: Any, args: Any, out: torch.Tensor) -> bool:
+        """Fills the record of `out` when the operator only moves data."""
+        if func in _COPIES:
+            self._write(out, args[0], str(func))
+        elif func is aten.cat.default:
+            dim, position = (args[1] if len(args) > 1 else 0), 0
+            for t in args[0]:
+                if t.dim() == 1 and t.numel() == 0:
+                    continue  # The legacy empty tensor, which fits to any shape.
+                self._write(out.narrow(dim, position, t.shape[dim]), t, str(func))
+                position += t.shape[dim]
+        elif func is aten.stack.default:
+            for i, t in enumerate(args[0]):
+                self._write(out.select(args[1] if len(args) > 1 else 0, i), t, str(func))
+        elif func is aten.constant_pad_nd.default and min(args[1]) >= 0:
+            self._records[_storage(out)].pieces.append(_constant(_base(out)))
+            inner = out
+            for k, before in enumerate(args[1][::2]):
+                dim = out.dim() - 1 - k
+                inner = inner.narrow(dim, before, args[0].shape[dim])
+            self._write(inner, args[0], str(func))
+        else:
+            return False
+        return True
+
+    def _made(self, out: torch.Tensor, constant: bool) -> torch.Tensor:
+        """Registers a tensor whose content does not depend on any other."""
+        if out.is_meta:
+            pieces = [_constant(_base(out))] if constant else []
+            self._records[_storage(out)] = Record(_base(out), out.dtype, pieces, alive=out)
+        else:
+            self._remember(out, constant, None)
+        return out
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+        """An operator on real tensors alone; what it makes may be written later."""
+        behind = self._parameter_behind(given)
+        name = func._schema.name.removeprefix("aten::")
+        out = func(*args, **kwargs)
+        made = list(_tensors([out]))
+        if not made and behind is not None and func not in _ASKS_NO_VALUE:
+            raise DescribeError(
+                f"the engine's loader reads values of parameter {behind!r} ({func}) at checkpoint tensor {self.current!r}; what "
+                "it does with them cannot be traced"
+            )
+        inputs = {_storage(t) for t in given}
+        constant = name in _CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
+        for t in made:
+            if _storage(t) in inputs:
+                continue
+            if t.is_meta:
+                self._made(t, constant)
+            else:
+                self._remember(t, constant, None if name in _NO_DATA else behind)
+        return out
+
+    def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
+        alive = StorageWeakRef(t.untyped_storage())
+        self._temporaries[_storage(t)] = Temporary(alive, _base(t), t.dtype, constant, parameter)
+
+    def _is_constant(self, t: torch.Tensor) -> bool:
+        temporary = self._temporaries.get(_storage(t))
+        return temporary is not None and temporary.constant
+
+    # Names
+
+    def _parameter_of(self, t: torch.Tensor) -> str | None:
+        """The parameter that a view lies in."""
+        names = self._parameters.get(_storage(t), [])
+        for name in names:
+            p = self._recorder.parameters[name]
+            end = p.storage_offset() + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if p.storage_offset() <= t.storage_offset() <= end:
+                return name
+        return None
+
+    def _parameter_behind(self, given: list[torch.Tensor]) -> str | None:
+        """A parameter whose values some of the tensors hold or were computed from."""
+        for t in given:
+            key = _storage(t)
+            if key in self._parameters:
+                return self._parameters[key][0]
+            if key in self._temporaries and self._temporaries[key].parameter is not None:
+                return self._temporaries[key].parameter
+        return None
+
+    def _names(self, t: torch.Tensor) -> frozenset[str]:
+        """The logical tensors that a tensor holds or was computed from."""
+        record = self._records.get(_storage(t))
+        if record is None:
+            return frozenset()
+        return (record.computed or frozenset()) | {p.tensor for p in record.pieces if p.tensor is not None}
+
+
+def _constant(base: Base) -> Piece:
+    return Piece(Box((0,) * len(base.size), base.size), None, 0, (0,) * len(base.size))
+
+
+def _by_piece(part: Aligned, record: Record) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
+    """A copy out of a box of a record as copies out of what the box holds. Raises NotABoxError for memory nobody wrote."""
+    remaining = [part.box]
+    for piece in reversed(record.pieces):
+        left: list[Box] = []
+        for box in remaining:
+            common = intersect(box, piece.box)
+            if common is None:
+                left.append(box)
+                continue
+            left.extend(subtract(box, common))
+            dst = part.copy.dst_offset + _dot(common.start, part.box.start, part.other)
+            src = piece.offset + _dot(common.start, piece.box.start, piece.stride)
+            steps = zip(common.size, part.other, piece.stride, strict=True)
+            yield piece.tensor, Copy(dst, src, tuple(Dim(*step) for step in steps if step[0] > 1)), piece.through
+        remaining = left
+    if remaining:
+        raise NotABoxError(f"memory that nothing was written to (box {remaining[0].start}, {remaining[0].size})")
+
+
+def _dot(at: tuple[int, ...], start: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    return sum((a - s) * t for a, s, t in zip(at, start, stride, strict=True))
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return _storage(a) == _storage(b) and _base(a) == _base(b) and a.dtype == b.dtype
+
+
+def _to_meta(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values if values.is_meta else values.to("meta")
+    if isinstance(values, (list, tuple)):
+        return type(values)(_to_meta(v) for v in values)
+    return values
+
+
+def _to_meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of an operator that is to run on the meta device whatever device it was asked for."""
+    return {k: torch.device("meta") if k == "device" else _to_meta(v) for k, v in kwargs.items() if k != "pin_memory"}
+
+
+def _check_lossless(logical: torch.dtype, through: tuple[torch.dtype, ...], final: torch.dtype) -> None:
+    """Raises NotABoxError where values are rounded on the way more than by the final conversion."""
+    for dtype in through:
+        if dtype != final and not _holds(dtype, logical):
+            raise NotABoxError(f"values of {logical} rounded to {dtype} on the way to {final}")
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    if wide == narrow:
+        return True
+    if wide.is_floating_point and narrow.is_floating_point:
+        a, b = torch.finfo(wide), torch.finfo(narrow)
+        return bool(a.eps <= b.eps and a.max >= b.max and a.smallest_normal <= b.smallest_normal)
+    return False

@@ -1,0 +1,301 @@
+"""An SGLang rank as a sink: layout from SGLang's own loader, existence of slots from its placement map.
+
+    sink = SglangSink.from_model_runner(scheduler.tp_worker.model_runner)
+    layout = sink.describe()
+
+Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place: what SGLang derives
+from them (MLA's `w_kc` and `w_vc`) is its own business at the end of the update session, and is named in the notes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightcast.adapters.checkpoint import read_headers
+from weightcast.adapters.coverage import check_coverage
+from weightcast.adapters.loader_trace import Fill, Trace, TracedRegion, trace_loader
+from weightcast.adapters.sglang_experts import (
+    ExpertLayer,
+    Held,
+    attribute,
+    describe_global,
+    describe_slots,
+    dispatch_table,
+    find_layers,
+    read_placement,
+    sglang_version,
+)
+from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.layout import NO_SLOT, LayoutBuilder, LayoutNotes, RankLayout, TensorSpec
+from weightcast.transfer.placement import RankPlacement
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SglangSink"]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_KEEPS_LAYOUT = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+"""Quantisation methods whose `process_weights_after_loading` leaves the loader's layout as it is."""
+
+
+class _Writes(NamedTuple):
+    """What the trace says about one parameter."""
+
+    regions: list[TracedRegion]
+    fills: list[Fill]
+
+
+class SglangSink:
+    """One rank of an SGLang instance, as `weightcast.transfer.endpoints.Sink`."""
+
+    def __init__(
+        self, model: torch.nn.Module, catalog: Mapping[str, TensorSpec], *, rank: int = 0, as_loaded: bool = False
+    ) -> None:
+        """`catalog` is every tensor of the checkpoint, with names as SGLang's loader takes them; `rank` is for messages.
+
+        `as_loaded` says that nothing was done to the weights since they were loaded, so that a quantisation method which
+        repacks them afterwards is no obstacle.
+        """
+        self._model = model
+        self._catalog = dict(catalog)
+        self._rank = rank
+        self._as_loaded = as_loaded
+
+    @classmethod
+    def from_model_runner(cls, runner: Any, catalog: Mapping[str, TensorSpec] | None = None) -> SglangSink:
+        """The sink of a `ModelRunner`. Without `catalog` the headers of the server's model path are read."""
+        if catalog is None:
+            catalog = read_headers(attribute(attribute(runner, "model_config"), "model_path"))
+        return cls(attribute(runner, "model"), catalog, rank=_world_rank())
+
+    def placement(self) -> RankPlacement | None:
+        """The placement as SGLang's map has it now; None for a model without expert layers. Cheap, and copied."""
+        return read_placement(find_layers(self._model))
+
+    def describe(self) -> RankLayout:
+        """Every byte of every parameter as regions or padding. Raises DescribeError or AgreementError, see `Sink`.
+
+        Changes no weight, and must not run while experts are moved or weights are loaded.
+        """
+        try:
+            return self._describe()
+        except DescribeError as error:
+            raise type(error)(f"rank {self._rank}: {error}") from error
+
+    def _describe(self) -> RankLayout:
+        layers = find_layers(self._model)
+        placement = read_placement(layers)
+        self._check_methods()
+        tensors = dict(_tensors(self._model))
+        attributes = _Attributes(self._model)
+        trace = trace_loader(attribute(self._model, "load_weights"), tensors, self._catalog)
+        derived = attributes.restore() | attributes.names(w.target for w in trace.elsewhere if not w.tensors)
+        _refuse_untraceable(trace)
+        builder, padding = LayoutBuilder(), 0
+        writes = _by_parameter(trace)
+        required = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        kept = [name for name in tensors if name in required or name in writes]
+        experts = {f"{m.name}.": m for m in layers}
+        for name in kept:
+            held, fills = self._held(name, tensors[name], writes.get(name, _Writes([], [])), experts, placement)
+            padding += check_coverage(name, tensors[name].shape, [h.box for h in held], fills) * tensors[name].itemsize
+            for region in held:
+                builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
+        dispatch, shared = dispatch_table(layers)
+        notes = LayoutNotes(
+            parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in kept),
+            padding_bytes=padding,
+            derived=tuple(sorted(derived)),
+            left_out=tuple(self._left_out(trace.used)),
+            dispatch=dispatch,
+            dispatch_shared=shared,
+        )
+        return builder.build(placement, notes)
+
+    def _held(
+        self,
+        name: str,
+        t: torch.Tensor,
+        writes: _Writes,
+        experts: Mapping[str, ExpertLayer],
+        placement: RankPlacement | None,
+    ) -> tuple[list[Held], list[Any]]:
+        """The regions of one parameter and the boxes that the loader fills."""
+        regions = _once(writes)
+        fills = [f.box for f in writes.fills]
+        prefix, _, local = name.rpartition(".")
+        layer = experts.get(f"{prefix}.")
+        if layer is None or placement is None or t.dim() == 0:
+            return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
+        parameter = getattr(self._model.get_submodule(prefix), local)
+        if getattr(parameter, "_sglang_require_global_experts", False):
+            return describe_global(name, t, layer, placement, regions, self._catalog), fills
+        if t.shape[0] != layer.num_slots:
+            return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
+        held = describe_slots(name, t, layer, placement, regions, self._catalog)
+        return held, _fills_of_all_slots(fills, layer.num_slots)
+
+    def _check_methods(self) -> None:
+        """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
+        for name, module in self._model.named_modules():
+            if getattr(module, "use_intel_amx_backend", False):
+                raise DescribeError(
+                    f"module {name!r}: its weights are packed for AMX, which cannot be written in place"
+                )
+            method = type(getattr(module, "quant_method", None) or None).__name__
+            if method not in _KEEPS_LAYOUT and hasattr(
+                module.__dict__.get("quant_method"), "process_weights_after_loading"
+            ):
+                if self._as_loaded:
+                    continue
+                raise DescribeError(
+                    f"module {name!r}: quantisation method {method} of SGLang {sglang_version()} may rearrange weights after "
+                    "loading; weightcast does not write such weights in place"
+                )
+            if method == "UnquantizedFusedMoEMethod" and os.environ.get("SGLANG_USE_AITER", "0").lower() in (
+                "1",
+                "true",
+            ):
+                raise DescribeError(
+                    f"module {name!r}: AITER shuffles its weights after loading (SGLANG_USE_AITER is set)"
+                )
+
+    def _left_out(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """Checkpoint tensors that no rank of the instance will hold, with the reason; ranks of other stages or experts are not named."""
+        config = getattr(self._model, "config", None)
+        count = getattr(config, "num_hidden_layers", None)
+        for name in self._catalog:
+            if name in used:
+                continue
+            layer = _LAYER.search(name)
+            if layer is not None and count is not None and int(layer[1]) >= count:
+                yield name, f"layer {layer[1]} of a model of {count} layers is a draft (MTP) layer, which is not loaded"
+            elif re.search(r"(?:^|\.)mtp\.", name):
+                yield name, "draft (MTP) tensors are not loaded"
+            elif "rotary_emb.inv_freq" in name:
+                yield name, "rotary frequencies are computed by the engine"
+            elif name == "lm_head.weight" and getattr(config, "tie_word_embeddings", False):
+                yield name, "the output head is tied to the embedding"
+
+
+class _Attributes:
+    """Tensors that modules keep as plain attributes, neither parameters nor buffers: what SGLang derives from weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._before = dict(self._read())
+
+    def _read(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for path, module in self._model.named_modules():
+            for key, value in vars(module).items():
+                if value is None or _is_tensor(value):
+                    yield (path, key), value
+
+    def restore(self) -> set[str]:
+        """Puts back attributes that were bound to other tensors since, and returns their names."""
+        changed = set()
+        for (path, key), value in dict(self._read()).items():
+            before = self._before.get((path, key))
+            if value is before or not _is_tensor(value):
+                continue
+            setattr(self._model.get_submodule(path), key, before)
+            changed.add(f"{path}.{key}")
+        return changed
+
+    def names(self, targets: Iterator[torch.Tensor]) -> set[str]:
+        """The names of the attributes that some tensors are views of."""
+        storages = {t.untyped_storage()._cdata for t in targets}
+        return {
+            f"{path}.{key}"
+            for (path, key), value in self._before.items()
+            if value is not None and value.untyped_storage()._cdata in storages
+        }
+
+
+def _is_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then persistent buffers, by name; memory that lies inside an earlier one is left out (tied weights)."""
+    seen: dict[int, list[tuple[int, int]]] = {}
+    named = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                named.append((f"{path}.{key}" if path else key, buffer))
+    for name, t in named:
+        if t.numel() == 0:
+            continue
+        if t.is_meta:
+            raise DescribeError(f"parameter {name!r} has no memory (meta device)")
+        start = t.data_ptr()
+        end = start + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        spans = seen.setdefault(t.untyped_storage()._cdata, [])
+        if any(a <= start and end <= b for a, b in spans):
+            continue
+        if any(a < end and start < b for a, b in spans):
+            raise DescribeError(f"parameter {name!r} shares a part of its memory with another parameter")
+        spans.append((start, end))
+        yield name, t
+
+
+def _refuse_untraceable(trace: Trace) -> None:
+    if trace.opaque:
+        w = trace.opaque[0]
+        raise DescribeError(
+            f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with {w.operator}, {w.why}; "
+            f"{len(trace.opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
+        )
+    for other in trace.elsewhere:
+        if other.tensors:
+            raise DescribeError(
+                f"checkpoint tensor {other.tensors[0]!r} is loaded ({other.operator}) into a tensor of shape "
+                f"{list(other.target.shape)} that is neither a parameter nor a persistent buffer"
+            )
+
+
+def _by_parameter(trace: Trace) -> dict[str, _Writes]:
+    found: dict[str, _Writes] = {}
+    for region in trace.regions:
+        found.setdefault(region.parameter, _Writes([], [])).regions.append(region)
+    for fill in trace.fills:
+        found.setdefault(fill.parameter, _Writes([], [])).fills.append(fill)
+    return found
+
+
+def _once(writes: _Writes) -> list[TracedRegion]:
+    """Regions without exact repetitions. Raises DescribeError where a fill overwrites an earlier region."""
+    found = {(r.box, r.tensor, r.offset, r.view.shape): r for r in writes.regions}
+    for fill in writes.fills:
+        for r in found.values():
+            if fill.order > r.order and _overlap(fill, r):
+                raise DescribeError(
+                    f"parameter {r.parameter!r}: the loader fills box {list(fill.box.start)} + {list(fill.box.size)} after it wrote "
+                    f"{r.tensor!r} there"
+                )
+    return list(found.values())
+
+
+def _overlap(fill: Fill, region: TracedRegion) -> bool:
+    sides = zip(fill.box.start, fill.box.size, region.box.start, region.box.size, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def _fills_of_all_slots(fills: list[Any], slots: int) -> list[Any]:
+    """Padding inside a slot, at every slot: the loader pads only the slots that it writes."""
+    return list(
+        {box._replace(start=(s, *box.start[1:]), size=(1, *box.size[1:])) for box in fills for s in range(slots)}
+    )
+
+
+def _world_rank() -> int:
+    import torch.distributed
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

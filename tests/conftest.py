@@ -1,0 +1,52 @@
+"""What every test shares: one thread per process, and tests that need what is not here are skipped with the reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# Many tests start several processes on few cores; set before torch is imported, and inherited by those processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Only what is absent is skipped: an SGLang that is installed and cannot be imported fails its tests."""
+    if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed; `make test` installs it")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Root of the repository, which is the package `weightcast`."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def sglang_cpu_environment() -> dict[str, str]:
+    """Environment of a child process that runs SGLang without a GPU on up to two ranks, with all installed plugins."""
+    return {
+        **{name: value for name, value in os.environ.items() if name != "SGLANG_PLUGINS"},
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0",
+        "OMP_NUM_THREADS": "1",
+    }

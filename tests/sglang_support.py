@@ -1,0 +1,190 @@
+"""Builds real SGLang models in Gloo processes without a GPU, and checks what a sink says about them against SGLang's own loader.
+
+A worker calls `boot` once and `build` as often as it likes: building a tiny model takes a fraction of a second, importing SGLang
+half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from sglang_models import read_tensors
+
+from weightcast.adapters.checkpoint import read_headers
+from weightcast.adapters.sglang import SglangSink
+from weightcast.transfer.layout import RankLayout
+
+SMALL_SERVER: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "dtype": "bfloat16",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_radix_cache": True,
+    "host": "127.0.0.1",
+}
+
+
+class Rank(NamedTuple):
+    """One booted process of an SGLang instance, without a scheduler."""
+
+    rank: int
+    world: int
+    path: str
+    server_args: Any
+    model_config: Any
+    checkpoint: dict[str, torch.Tensor]
+
+
+def environment(world: int, deep_ep: bool = False) -> None:
+    """Sets what SGLang reads when it is imported; before any import of it."""
+    os.environ |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * world),
+    }
+    if deep_ep:
+        sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+
+
+def boot(rank: int, world: int, port: int, path: str, **server: Any) -> Rank:
+    """Publishes the server arguments and makes the parallel groups, as a scheduler process does."""
+    environment(world, server.get("moe_a2a_backend") == "deepep")
+    import logging
+
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(model_path=path, **(SMALL_SERVER | server))
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
+    logging.disable(logging.WARNING)
+    model_config = ModelConfig.from_server_args(server_args)
+    bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
+    bootstrap.init_layer_runtime(model_config=model_config)
+    initialize_moe_config()
+    return Rank(rank, world, path, server_args, model_config, read_tensors(path))
+
+
+def map_arguments(row: Sequence[int], layers: int) -> dict[str, Any]:
+    """Server arguments of a placement that has the same row in every layer."""
+    return {
+        "ep_num_redundant_experts": len(row) - len(set(row)),
+        "init_expert_location": json.dumps({"physical_to_logical_map": [list(row)] * layers}),
+    }
+
+
+def set_map(r: Rank, rows: Sequence[Sequence[int]] | None = None) -> Any:
+    """SGLang's expert metadata from `rows`, or from the server arguments; the global one from now on."""
+    from sglang.srt.eplb import expert_location
+    from sglang.srt.runtime_context import get_parallel
+
+    rank = get_parallel().moe_ep_rank
+    if rows is None:
+        metadata = expert_location.compute_initial_expert_location_metadata(r.model_config, moe_ep_rank=rank)
+    else:
+        metadata = expert_location.ExpertLocationMetadata.init_by_mapping(
+            r.model_config, [list(row) for row in rows], moe_ep_rank=rank
+        )
+    expert_location.set_global_expert_location_metadata(metadata, allow_overwrite=True)
+    return metadata
+
+
+def build(r: Rank) -> torch.nn.Module:
+    """The real model with every floating-point parameter full of NaN."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(r.model_config.dtype), torch.device("cpu"):
+        model = _initialize_model(r.model_config, LoadConfig(load_format="auto"))
+    poison(model)
+    return model
+
+
+def load(r: Rank, model: torch.nn.Module) -> None:
+    """SGLang's own loader, from the checkpoint."""
+    model.load_weights((name, t) for name, t in r.checkpoint.items())
+
+
+def poison(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            raw = p.data.view(torch.uint8) if p.dim() else p.data.reshape(1).view(torch.uint8)
+            raw.fill_(0xFF)  # NaN in every floating-point format, also in fp8.
+
+
+def is_poisoned(t: torch.Tensor) -> bool:
+    """Whether any element still has the bytes of `poison`."""
+    return bool((as_bytes(t).view(-1, t.itemsize) == 0xFF).all(dim=1).any())
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def write(layout: RankLayout, checkpoint: dict[str, torch.Tensor]) -> None:
+    """What an update does, without a trainer: every region from the checkpoint."""
+    for row in range(len(layout.table)):
+        region = layout.table.region(row)
+        box = tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))
+        layout.view(row).copy_(checkpoint[region.tensor][box])
+
+
+def fill_padding(model: torch.nn.Module, layout: RankLayout) -> int:
+    """Zeroes what no region covers, and returns how many bytes that were; an engine's first load has done it long ago."""
+    zeroed = 0
+    covered = {id(p): torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
+    by_storage = {p.untyped_storage()._cdata: p for p in model.parameters()}
+    for row in range(len(layout.table)):
+        view = layout.view(row)
+        p = by_storage[view.untyped_storage()._cdata]
+        mask = covered[id(p)]
+        start = view.storage_offset() - p.storage_offset()
+        torch.as_strided(mask, view.shape, view.stride(), start).fill_(True)
+    with torch.no_grad():
+        for p in model.parameters():
+            hole = ~covered[id(p)]
+            if hole.any():
+                p.data[hole] = 0
+                zeroed += int(hole.sum()) * p.itemsize
+    return zeroed
+
+
+def sink_of(r: Rank, model: torch.nn.Module, **kwargs: Any) -> SglangSink:
+    return SglangSink(model, read_headers(r.path), rank=r.rank, **kwargs)
+
+
+def check_against_loader(r: Rank, rows: Sequence[Sequence[int]] | None = None, **sink: Any) -> RankLayout:
+    """Poison, sync, compare every parameter byte for byte with SGLang's own load of the same checkpoint.
+
+    Only for placements and backends with which SGLang's own load is complete.
+    """
+    set_map(r, rows)
+    model = build(r)
+    layout = sink_of(r, model, **sink).describe()
+    assert all(is_poisoned(p) for p in model.parameters()), "describe() wrote a parameter"
+    write(layout, r.checkpoint)
+    assert fill_padding(model, layout) == layout.notes.padding_bytes
+    expected = build(r)
+    load(r, expected)
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert not is_poisoned(theirs), f"rank {r.rank}: SGLang's own load leaves {name} unwritten"
+        assert torch.equal(as_bytes(ours), as_bytes(theirs)), f"rank {r.rank}: {name} differs from SGLang's own load"
+    assert int(layout.table.nbytes.sum()) + layout.notes.padding_bytes == layout.notes.parameter_bytes
+    return layout
+
+
+def expert_layers(model: torch.nn.Module) -> list[Any]:
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return [m for m in model.modules() if isinstance(m, FusedMoE)]
