@@ -156,7 +156,8 @@ def _check_experts(side: SideName, placement: ExpertPlacement, slots: _SlotRows)
         found = "no layer number"
     rank, slot = int(slots.regions.rank[row]), int(slots.regions.slot[row])
     raise AgreementError(
-        f"{side.rank(rank)}, layer {int(slots.layer[row])}, slot {slot}: the placement has expert {int(expected[row])} there, the region has {found} ({slots.name(row)!r}); "
+        f"{side.rank(rank)}, layer {int(slots.layer[row])}, slot {slot}: "
+        f"the placement has expert {int(expected[row])} there, the region has {found} ({slots.name(row)!r}); "
         f"{int(wrong.sum())} regions differ; describe the instance anew while no expert moves"
     )
 

@@ -71,7 +71,7 @@ def order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankRe
             raise LayoutError(f"{side.rank(report.rank)} is not in 0..{report.world_size - 1}")
         if report.rank in by_rank:
             hosts = f"{by_rank[report.rank].host or 'unknown'} and {report.host or 'unknown'}"
-            raise LayoutError(f"{side.rank(report.rank)} reported twice (hosts {hosts}); each process needs its own rank")
+            raise LayoutError(f"{side.rank(report.rank)} reported twice (hosts {hosts}); each process has its own")
         by_rank[report.rank] = report
     if first is None:
         raise LayoutError(f"no rank of {side} reported")

@@ -94,8 +94,8 @@ class InstanceLayout(_SideLayout):
 def merge_trainer(reports: Sequence[RankReport]) -> TrainerLayout:
     """The trainer's layout from the reports of its ranks in any order.
 
-    Raises LayoutError for missing, repeated or disagreeing ranks, CoverageError where the ranks together do not hold the
-    whole of a tensor that one of them names.
+    Raises LayoutError for missing, repeated or disagreeing ranks, CoverageError where the ranks together do not hold
+    the whole of a tensor that one of them names.
     """
     side = SideName(None)
     ordered = order_reports(side, reports)
