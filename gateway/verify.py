@@ -1,8 +1,8 @@
 """Compares the digests of both sides after an update: what lies in an instance's memory is what the trainer sent.
 
-Every digest that the plan asks for must be there, from the rank that it asks. Inside the instance all regions of one cell
-must agree, so each replica of an expert is checked by itself. Then, per logical tensor and dtype, the cells of each side
-add up to one number whatever its layout, and the two numbers must be equal. Nothing that is missing counts as equal.
+Every digest that the plan asks for must be there, from the rank that it asks. Inside the instance all regions of one
+cell must agree, so each replica of an expert is checked by itself. Then, per logical tensor and dtype, the cells of
+each side add up to one number whatever its layout, and the two numbers must be equal. Nothing missing counts as equal.
 """
 
 from __future__ import annotations

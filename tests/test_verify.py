@@ -122,8 +122,8 @@ def test_residues_do_not_carry_into_each_other() -> None:
     ("trainer", "held", "said"),
     [
         # One wrong replica, on the row that stands first and on the one that stands second: the wrong one is named.
-        (TRAINED, broken(HELD, 1, 1, 5), r"1.w' \(bfloat16\) .* on rollout-0 rank 1 region 1 \(slot 1\): digest 0{15}5"),
-        (TRAINED, broken(HELD, 1, 0, 5), r"1.w' \(bfloat16\) .* on rollout-0 rank 1 region 0 \(slot 0\): digest 0{15}5"),
+        (TRAINED, broken(HELD, 1, 1, 5), r"1.w' \(bfloat16\) .* rollout-0 rank 1 region 1 \(slot 1\): digest 0{15}5"),
+        (TRAINED, broken(HELD, 1, 0, 5), r"1.w' \(bfloat16\) .* rollout-0 rank 1 region 0 \(slot 0\): digest 0{15}5"),
         (TRAINED, broken(HELD, 1, 3, 5), r"experts.2.w'.* box \[0:4, 2:4\] on rollout-0 rank 1 region 3 \(slot 2\)"),
         (TRAINED, broken(HELD, 0, 2, 5), r"experts.2.w'.* box \[0:4, 2:4\] on rollout-0 rank 0 region 2 \(slot 1\)"),
         # One wrong slot without a replica.
@@ -139,7 +139,7 @@ def test_residues_do_not_carry_into_each_other() -> None:
         (TRAINED, {0: HELD[0]}, "rank 1 of rollout-0 reported no digests, expected 4"),
         ({1: TRAINED[1]}, HELD, "rank 0 of the trainer reported no digests, expected 2"),
         (TRAINED, {}, "rank 0 of rollout-0 reported no digests"),
-        (TRAINED, HELD | {2: dataclasses.replace(HELD[1], rank=2)}, "rank 2 of rollout-0 reported 4 digests, expected none"),
+        (TRAINED, HELD | {2: HELD[1]}, "rank 2 of rollout-0 reported 4 digests, expected none"),
         (TRAINED, {0: HELD[1], 1: HELD[0]}, "rank 0 of rollout-0 handed in the digests of rank 1 of rollout-0"),
         (TRAINED, TRAINED, "rank 0 of rollout-0 handed in the digests of rank 0 of the trainer"),
     ],

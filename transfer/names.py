@@ -1,142 +1,109 @@
-"""Layer and expert numbers in checkpoint names, and many names said in few words.
+"""Logical tensor names for people: thousands of them in a line.
 
-Checkpoints name a tensor of a layer `<stem>.layers.<L>.<part>` and a tensor of a routed expert
-`<stem>.layers.<L>.<block>.experts.<E>.<part>`. Nothing else of a name is interpreted.
+>>> summarize(f"model.layers.{i}.mlp.experts.{e}.{p}.weight" for i in range(48) for e in range(9) for p in ("gate",
+"up")) 'layers 0-47, experts 0-8, gate/up'
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Collection, Iterable
 
-import numpy as np
+__all__ = ["number_ranges", "summarize"]
 
-from weightcast.transfer.layout import IntArray
+_USUAL_PREFIXES = ("model.", "mlp.")
+_USUAL_SUFFIX = ".weight"
 
-__all__ = ["NONE", "layers_and_experts", "ranges", "summarize"]
-
-NONE = -1
-"""Layer or expert number of a name that has none."""
-
-# Nine digits at most: a hostile name must not become an integer that fits no column.
-_LAYER = re.compile(r"(?:^|(?<=\.))layers\.([0-9]{1,9})(?:\.|$)")
-_EXPERT = re.compile(r"(?:^|(?<=\.))experts\.([0-9]{1,9})(?:\.|$)")
-
-_MAX_GROUPS = 6
-_MAX_PARTS = 12
+_Pattern = tuple[str, ...]
+"""A name with its numbers taken out: the text before, between and after them."""
 
 
-def layers_and_experts(names: Sequence[str]) -> tuple[IntArray, IntArray]:
-    """Layer and routed expert number of each name: two (len(names),) columns, NONE where a name has no such number."""
-    layers = np.full(len(names), NONE, dtype=np.int64)
-    experts = np.full(len(names), NONE, dtype=np.int64)
-    for row, name in enumerate(names):
-        if found := _LAYER.search(name):
-            layers[row] = int(found[1])
-        if found := _EXPERT.search(name):
-            experts[row] = int(found[1])
-    return layers, experts
+def number_ranges(numbers: Iterable[int], limit: int = 8) -> str:
+    """{0, 1, 2, 5} -> "0-2,5"; after `limit` ranges "..." ."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
+    return ",".join(shown + ["..."] * (len(runs) > limit))
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` -> "0-2,5"; sorted and without repetition, empty for no numbers."""
-    ordered = np.unique(np.fromiter(numbers, dtype=np.int64))
-    if not ordered.size:
-        return ""
-    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+def summarize(names: Iterable[str], limit: int = 400) -> str:
+    """Names grouped by pattern, with layer, expert and other numbers collapsed into ranges; about `limit` characters at
+    most.
 
-
-def summarize(names: Iterable[str]) -> str:
-    """Many tensor names in one line: "layers 0-47, experts 32-127, gate_proj/up_proj/down_proj; lm_head.weight".
-
-    Names that differ only in layer and expert number become ranges; a group is always a full product of its layers,
-    experts and parts, so that the line never names a tensor that was not handed in. Parts stand in the order of their
-    first appearance. What does not fit into six groups is counted: "...; and 12 more tensors".
+    What does not fit is counted at the end. ".weight" at the end and "model." and "mlp." before a number are left out.
     """
-    split = list(dict.fromkeys(_split(name) for name in names))
-    groups = _groups(split)
-    stems = {part.stem for part in split if part.layer != NONE}
-    blocks = {part.block for part in split if part.expert != NONE}
-    shown = groups[:_MAX_GROUPS]
-    lines = [group.text(len(stems) > 1, len(blocks) > 1) for group in shown]
-    left = sum(group.size for group in groups[_MAX_GROUPS:])
-    if left:
-        lines.append(f"and {left} more tensor{'s' if left > 1 else ''}")
-    return "; ".join(lines)
+    groups = _grouped(names)
+    shown: list[str] = []
+    length = 0
+    for place, (text, _) in enumerate(groups):
+        if shown and length + len(text) > limit:
+            return "; ".join(shown) + f"; and {sum(count for _, count in groups[place:])} more tensors"
+        shown.append(text if len(text) <= limit else text[:limit] + "...")
+        length += len(text) + 2
+    return "; ".join(shown)
 
 
-class _Split(NamedTuple):
-    """A name in pieces; `part` is what follows the last number."""
-
-    stem: str
-    layer: int
-    block: str
-    expert: int
-    part: str
-
-
-class _Group(NamedTuple):
-    """Every combination of these layers, experts and parts. No layers and experts for plain names."""
-
-    stem: str
-    layers: tuple[int, ...]
-    block: str
-    experts: tuple[int, ...]
-    parts: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        return max(len(self.layers), 1) * max(len(self.experts), 1) * len(self.parts)
-
-    def text(self, with_stem: bool, with_block: bool) -> str:
-        said = []
-        if self.layers:
-            said.append(f"{self.stem if with_stem else ''}layers {ranges(self.layers)}")
-        if self.experts:
-            said.append(f"{self.block if with_block else ''}experts {ranges(self.experts)}")
-        said.append(_parts_text(self.parts, short=bool(said)))
-        return ", ".join(piece for piece in said if piece)
+def _grouped(names: Iterable[str]) -> list[tuple[str, int]]:
+    """One text and number of names for each group, in order of first appearance."""
+    numbers: dict[_Pattern, set[tuple[int, ...]]] = {}
+    for name in names:
+        pattern, found = _split(name)
+        numbers.setdefault(pattern, set()).add(found)
+    # Patterns that differ only in their last text and run over the same numbers become one group.
+    merged: dict[tuple[_Pattern, frozenset[tuple[int, ...]]], list[str]] = {}
+    for pattern, sets in numbers.items():
+        alike = frozenset(sets)
+        merged.setdefault((pattern[:-1], alike), []).append(pattern[-1])
+    groups: list[tuple[str, int]] = []
+    for (texts, rows), endings in merged.items():
+        if not texts:
+            groups.extend((ending, 1) for ending in endings)
+            continue
+        for product in _products(rows):
+            count = len(endings)
+            for values in product:
+                count *= len(values)
+            groups.append((_text(texts, product, endings), count))
+    return groups
 
 
-def _split(name: str) -> _Split:
-    stem, layer, block, expert, rest = "", NONE, "", NONE, name
-    if found := _LAYER.search(rest):
-        stem, layer, rest = rest[: found.start()], int(found[1]), rest[found.end() :]
-    if found := _EXPERT.search(rest):
-        block, expert, rest = rest[: found.start()], int(found[1]), rest[found.end() :]
-    return _Split(stem, layer, block, expert, rest)
+def _split(name: str) -> tuple[_Pattern, tuple[int, ...]]:
+    """ "a.3.b.c" -> (("a", "b.c"), (3,)). Parts of digits only count as numbers, and not the first part of a name."""
+    texts: list[list[str]] = [[]]
+    found: list[int] = []
+    for part in name.split("."):
+        if part.isascii() and part.isdigit() and len(part) < 10 and str(int(part)) == part and texts[-1]:
+            found.append(int(part))
+            texts.append([])
+        else:
+            texts[-1].append(part)
+    return tuple(".".join(text) for text in texts), tuple(found)
 
 
-def _groups(split: Sequence[_Split]) -> list[_Group]:
-    """Products of layers, experts and parts that hold exactly the names given, largest grouping first found."""
-    experts_of: dict[tuple[str, str, str], dict[int, list[int]]] = {}
-    for name in split:
-        by_layer = experts_of.setdefault((name.stem, name.block, name.part), {})
-        by_layer.setdefault(name.layer, []).append(name.expert)
-    parts_of: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[str]] = {}
-    for (stem, block, part), by_layer in experts_of.items():
-        layers_of: dict[tuple[int, ...], list[int]] = {}
-        for layer, experts in by_layer.items():
-            layers_of.setdefault(tuple(sorted(experts)), []).append(layer)
-        for experts_key, layers in layers_of.items():
-            # A tensor with and without an expert number under one part would be two different names of one product.
-            for chosen in _without_none(experts_key):
-                for layers_key in _without_none(tuple(sorted(layers))):
-                    parts_of.setdefault((stem, layers_key, block, chosen), []).append(part)
-    return [_Group(stem, lay, block, exp, tuple(parts)) for (stem, lay, block, exp), parts in parts_of.items()]
+def _products(rows: Collection[tuple[int, ...]]) -> list[list[set[int]]]:
+    """Rows of numbers as few products of sets, one set a column: leading numbers with the same remainder are joined."""
+    if not rows or not next(iter(rows)):
+        return [[]]
+    rests: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for row in sorted(rows):
+        rests[row[0]].add(row[1:])
+    joined: dict[frozenset[tuple[int, ...]], set[int]] = {}
+    for number, rest in rests.items():
+        joined.setdefault(frozenset(rest), set()).add(number)
+    return [[numbers, *tail] for rest, numbers in joined.items() for tail in _products(rest)]
 
 
-def _without_none(numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Splits NONE off from the numbers, as an empty tuple of its own."""
-    real = tuple(n for n in numbers if n != NONE)
-    return ([()] if NONE in numbers else []) + ([real] if real else [])
+def _text(texts: _Pattern, product: list[set[int]], endings: list[str]) -> str:
+    parts = [f"{_label(text)} {number_ranges(values)}" for text, values in zip(texts, product, strict=True)]
+    ending = "/".join(dict.fromkeys(text.removesuffix(_USUAL_SUFFIX) for text in endings))
+    return ", ".join([*parts, ending] if ending else parts)
 
 
-def _parts_text(parts: tuple[str, ...], short: bool) -> str:
-    shown = parts[:_MAX_PARTS]
-    if short and all(part.endswith(".weight") for part in parts):
-        shown = tuple(part.removesuffix(".weight") for part in shown)
-    left = len(parts) - len(shown)
-    return ("/" if short else ", ").join(shown) + (f" and {left} more" if left else "")
+def _label(text: str) -> str:
+    for prefix in _USUAL_PREFIXES:
+        text = text.removeprefix(prefix)
+    return text
