@@ -18,22 +18,21 @@ def skip_absent_experts(
 ) -> Any:
     """`forward` over the experts of this rank alone.
 
-    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). A token without an expert here gives a row
-    of zeros. For the others an absent expert becomes one that the token uses anyway, with weight zero: so an expert
-    that no token chose is never computed, whatever it holds, and the sum over k stays the engine's own.
+    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). Each (token, present expert) becomes a row of
+    its own with one expert of weight 1: an absent expert is never computed, whatever lies in its place, and `forward`,
+    which counts an id once per row, sees none twice. The weighted sum is then the engine's own, in the weights' dtype.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     present = ids >= 0
     if present.all():
         return forward(layer, x, topk_output, *args, **kwargs)
-    out = x.new_zeros(x.shape)
-    tokens = present.any(dim=1)
-    if tokens.any():
-        ids, weights, present = ids[tokens], weights[tokens], present[tokens]
-        own = ids.where(present, ids.amax(dim=1, keepdim=True))
-        topk = topk_output._replace(topk_ids=own, topk_weights=weights.masked_fill(~present, 0))
-        out[tokens] = forward(layer, x[tokens], topk, *args, **kwargs)
-    return out
+    token, choice = present.nonzero(as_tuple=True)
+    out = weights.new_zeros(x.shape)
+    if len(token):
+        weight = weights[token, choice][:, None]
+        single = topk_output._replace(topk_ids=ids[token, choice][:, None], topk_weights=weight.new_ones(weight.shape))
+        out.index_add_(0, token, forward(layer, x[token], single, *args, **kwargs).to(weight.dtype) * weight)
+    return out.to(x.dtype)
 
 
 def register() -> None:
