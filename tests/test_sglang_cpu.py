@@ -23,9 +23,10 @@ class TopK(NamedTuple):
 
 
 def native_forward(layer: torch.Tensor, x: torch.Tensor, topk: TopK, scale: float) -> torch.Tensor:
-    """Like SGLang's: every id indexes an expert, a negative one is an error."""
+    """Like SGLang's: a negative id is an error, and an id that stands twice in a row is miscounted."""
     if (topk.topk_ids < 0).any():
         raise IndexError("index -1 is out of bounds")
+    assert all(len(set(row)) == len(row) for row in topk.topk_ids.tolist())
     experts = layer[topk.topk_ids] * x[:, None, :] * scale
     return (experts * topk.topk_weights[:, :, None]).sum(1)
 

@@ -18,20 +18,21 @@ def skip_absent_experts(
 ) -> Any:
     """`forward` over the experts of this rank alone.
 
-    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). Each (token, expert) that is present becomes a row
-    of its own with k = 1, and rows are added up by token: the engine's fallback counts an expert once a row, so an absent
-    expert cannot be replaced by one that the token uses anyway. A token without an expert here gives a row of zeros.
+    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). Each (token, present expert) becomes a row of
+    its own with one expert of weight 1: an absent expert is never computed, whatever lies in its place, and `forward`,
+    which counts an id once per row, sees none twice. The weighted sum is then the engine's own, in the weights' dtype.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     present = ids >= 0
     if present.all():
         return forward(layer, x, topk_output, *args, **kwargs)
-    out = x.new_zeros(x.shape)
     token, choice = present.nonzero(as_tuple=True)
+    out = weights.new_zeros(x.shape)
     if len(token):
-        own = topk_output._replace(topk_ids=ids[token, choice][:, None], topk_weights=weights[token, choice][:, None])
-        out.index_add_(0, token, forward(layer, x[token], own, *args, **kwargs))
-    return out
+        weight = weights[token, choice][:, None]
+        single = topk_output._replace(topk_ids=ids[token, choice][:, None], topk_weights=weight.new_ones(weight.shape))
+        out.index_add_(0, token, forward(layer, x[token], single, *args, **kwargs).to(weight.dtype) * weight)
+    return out.to(x.dtype)
 
 
 def register() -> None:
