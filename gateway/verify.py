@@ -17,6 +17,7 @@ from weightcast.transfer.errors import DigestMismatchError, LayoutError
 from weightcast.transfer.frames import UInt64Array
 from weightcast.transfer.layout import NO_SLOT, IntArray
 from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
+from weightcast.transfer.residues import PRIME
 from weightcast.transfer.wire import DigestReport
 
 __all__ = ["DigestCounts", "add_digests", "compare_digests"]
@@ -66,12 +67,15 @@ def compare_digests(
 
 
 def add_digests(digests: UInt64Array, start: IntArray) -> UInt64Array:
-    """Sums of runs of digests, each of the two packed residues modulo 2^32. Run i begins at start[i]; none is empty."""
+    """Sums of runs of digests, each of the two packed residues modulo PRIME. Run i begins at start[i]; none is empty.
+
+    A run may have 2^32 digests before its sum leaves 64 bits.
+    """
     if not len(start):
-        return np.empty(0, dtype=np.uint64)
-    low = np.add.reduceat(digests & _LOW, start) & _LOW
-    high = np.add.reduceat(digests >> _HIGH, start) & _LOW
-    return np.asarray((high << _HIGH) | low)
+        return np.zeros(0, dtype=np.uint64)
+    low = np.add.reduceat(digests & _LOW, start) % PRIME
+    high = np.add.reduceat(digests >> _HIGH, start) % PRIME
+    return (high << _HIGH) | low
 
 
 @dataclass(frozen=True, slots=True)

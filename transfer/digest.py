@@ -41,12 +41,12 @@ import torch
 from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
+from weightcast.transfer.residues import PRIME
 
 __all__ = ["add", "digest", "digest_rows"]
 
 DigestArray = npt.NDArray[np.uint64]
 
-_PRIME = 2**32 - 5
 _BIAS = 0x9E3779
 _CONSTANT_BITS = 24
 _HALF_BITS = 12
@@ -86,8 +86,8 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
 
 def add(*digests: int) -> int:
     """The digest of a union of disjoint boxes from their digests; 0 for none."""
-    high = sum(one >> 32 for one in digests) % _PRIME
-    low = sum(one & 0xFFFFFFFF for one in digests) % _PRIME
+    high = sum(one >> 32 for one in digests) % PRIME
+    low = sum(one & 0xFFFFFFFF for one in digests) % PRIME
     return high << 32 | low
 
 
@@ -171,8 +171,8 @@ def _block_sums(words: torch.Tensor, constants: Sequence[torch.Tensor]) -> torch
     *outer, inner = constants
     sums = _row_sums(words, inner)
     for size_constants in reversed(outer):
-        weighed = sums * size_constants.reshape(2, *[1] * (sums.ndim - 2), -1) % _PRIME
-        sums = weighed.sum(dim=-1) % _PRIME
+        weighed = sums * size_constants.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME
+        sums = weighed.sum(dim=-1) % PRIME
     return sums
 
 
@@ -182,16 +182,16 @@ def _row_sums(words: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
         low, high = (words << 32) >> 32, words >> 32
         weights = _constants(_WORD_DIMENSION, 0, 2, words.device).reshape(2, 2, *[1] * (words.ndim - 1))
         sums = [_row_sums(half.to(torch.int32), constants) for half in (low, high)]
-        return (sums[0] * weights[:, 0] % _PRIME + sums[1] * weights[:, 1] % _PRIME) % _PRIME
+        return (sums[0] * weights[:, 0] % PRIME + sums[1] * weights[:, 1] % PRIME) % PRIME
     rows = words.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, words.shape[-1])
     if words.dtype == torch.int32:
         halves = torch.cat([constants >> _HALF_BITS, constants & (1 << _HALF_BITS) - 1])
         products = _products(halves, rows, _TILE[4])
-        sums_of_words = (products[:2] % _PRIME << _HALF_BITS) + products[2:]
+        sums_of_words = (products[:2] % PRIME << _HALF_BITS) + products[2:]
     else:
         sums_of_words = _products(constants, rows, _TILE[words.itemsize])
-    bias = constants.sum(dim=1, keepdim=True) % _PRIME * _BIAS
-    return ((sums_of_words + bias) % _PRIME).reshape(2, *words.shape[:-1])
+    bias = constants.sum(dim=1, keepdim=True) % PRIME * _BIAS
+    return ((sums_of_words + bias) % PRIME).reshape(2, *words.shape[:-1])
 
 
 def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Tensor:
@@ -206,8 +206,8 @@ def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Ten
 
 def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
     """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
-    reduced = (residues % _PRIME).cpu().numpy().astype(np.uint64)
-    scaled = reduced * scale.astype(np.uint64) % np.uint64(_PRIME)
+    reduced = (residues % PRIME).cpu().numpy().astype(np.uint64)
+    scaled = reduced * scale.astype(np.uint64) % np.uint64(PRIME)
     return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
 
 
@@ -245,7 +245,7 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
     scale = np.ones((2, offset.shape[0]), dtype=np.int64)
     for dim in range(offset.shape[1]):
         single = (size[:, dim] == 1) & (ndim > dim)
-        scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % _PRIME
+        scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % PRIME
     return scale
 
 

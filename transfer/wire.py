@@ -60,7 +60,7 @@ class DigestReport:
     """Digests that one rank computed after an update, in columns.
 
     `instance` is None for a trainer rank. `cell` (k,) int64 are the cells of the plan's DigestRows, in the order of the
-    rank's rows; `digest` (k,) uint64 has two residues modulo 2^32, packed.
+    rank's rows; `digest` (k,) uint64 has two residues modulo `residues.PRIME`, packed.
     """
 
     instance: str | None
