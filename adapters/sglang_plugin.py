@@ -1,17 +1,19 @@
 """SGLang plugin (entry-point group `sglang.srt.plugins`): serves weight updates inside each scheduler process.
 
-It answers the requests of SGLang's own update API that carry a group name of ours, `weightcast/PAIR/INSTANCE/EPOCH`, and leaves all
-others to SGLang:
+It answers the requests of SGLang's own update API that carry a group name of ours, `weightcast/PAIR/INSTANCE/EPOCH`,
+and leaves all others to SGLang:
 
-- `init_weights_update_group`: describe this rank, register it with the gateway at master_address:master_port, fetch its part, join.
+- `init_weights_update_group`: describe this rank, register it with the gateway at master_address:master_port, fetch its
+  part, join.
 - `update_weights_from_distributed` with load format "weightcast": receive, inside the engine's update session.
 - `end_weight_update`: after SGLang has computed its derived weights, digest the memory and report.
 - `destroy_weights_update_group`: leave.
 
-No error leaves a hook: it comes back as `success=False` with our message, and the server lives. The token is taken from the
-environment of the server (WEIGHTCAST_TOKEN); WEIGHTCAST_GATEWAY overrides the gateway's address.
+No error leaves a hook: it comes back as `success=False` with our message, and the server lives. The token is taken from
+the environment of the server (WEIGHTCAST_TOKEN); WEIGHTCAST_GATEWAY overrides the gateway's address.
 
-Facts about SGLang are from 0.5.23: `srt/managers/scheduler_components/weight_updater.py`, `srt/plugins/hook_registry.py`.
+Facts about SGLang are from 0.5.23: `srt/managers/scheduler_components/weight_updater.py`,
+`srt/plugins/hook_registry.py`.
 """
 
 from __future__ import annotations
@@ -110,7 +112,9 @@ def _connect(manager: Any, request: Any) -> str:
     url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
     rank, world = _rank_of(runner)
     if world != request.world_size:
-        raise InputError(f"instance {instance} has {world} ranks, the pair says {request.world_size}; correct world_size")
+        raise InputError(
+            f"instance {instance} has {world} ranks, the pair says {request.world_size}; correct world_size"
+        )
     worker = InstanceWorker(
         url,
         pair,
@@ -154,11 +158,15 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
     def transfer() -> str:
         if not ours:
-            raise InputError(f"group {request.group_name} is weightcast's: load_format must be {LOAD_FORMAT!r}, not {request.load_format!r}")
+            raise InputError(
+                f"group {request.group_name} is weightcast's: "
+                f"load_format must be {LOAD_FORMAT!r}, not {request.load_format!r}"
+            )
         if manager._session is None:
             raise PairStateError("a transfer must run between begin_weight_update and end_weight_update")
         worker = _session.of(request.group_name)
-        # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived weights anew.
+        # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived weights
+        # anew.
         report = worker.transfer()
         _session.written = True
         return f"received {report.bytes_received} bytes"

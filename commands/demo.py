@@ -7,11 +7,15 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from weightcast.demo.config import DemoConfig, VersionOutcome
 
 __all__ = ["add"]
@@ -22,17 +26,19 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add(commands: Commands) -> None:
     """`weightcast demo`."""
     parser = commands.add_parser("demo", help="train, sync and compare on this machine: FSDP2 to real SGLang servers")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint folder; a small Qwen3-MoE is made otherwise")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint folder; a small Qwen3-MoE is made otherwise"
+    )
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder for model and logs; a temporary one otherwise")
     parser.add_argument("--trainers", type=int, default=2, help="trainer processes (2)")
     parser.add_argument("--versions", type=int, default=3, help="versions to sync (3)")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps a version (2)")
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps a version (10)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines (float32)")
     parser.add_argument(
         "--instance",
         action="append",
         metavar="JSON",
-        help="an SGLang server, repeatable: {\"name\": \"rollout-0\", \"tp\": 2, \"ep\": 2, \"map\": [0,1,2,3,3,0]}",
+        help='an SGLang server, repeatable: {"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}',
     )
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
@@ -61,11 +67,13 @@ def _run(arguments: argparse.Namespace) -> int:
     from weightcast.demo.run import run_demo
 
     begun = time.monotonic()
+    with _progress(2 + len(config.servers) + config.versions) as (progress, task):
 
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - begun:5.1f} s] {text}", file=sys.stderr, flush=True)
+        def say(text: str) -> None:
+            progress.console.print(f"[{time.monotonic() - begun:5.1f} s] {text}", markup=False, highlight=False)
+            progress.update(task, advance=1)
 
-    outcomes, faults = run_demo(config, say)
+        outcomes, faults = run_demo(config, say)
     seconds = time.monotonic() - begun
     if arguments.json:
         print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "faults": faults, "seconds": seconds}))
@@ -75,6 +83,17 @@ def _run(arguments: argparse.Namespace) -> int:
     for fault in faults:
         print(f"weightcast demo: {fault}", file=sys.stderr)
     return 4 if faults else 0
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on stderr while it is a terminal, and lines above it in any case."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True, soft_wrap=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield progress, progress.add_task("demo", total=steps)
 
 
 def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:

@@ -20,7 +20,9 @@ def add(commands: Commands) -> None:
 
 def add_gateway_option(parser: argparse.ArgumentParser) -> None:
     """Options of every command that asks a gateway."""
-    parser.add_argument("--gateway", default="http://127.0.0.1:8900", metavar="URL", help="the token is WEIGHTCAST_TOKEN")
+    parser.add_argument(
+        "--gateway", default="http://127.0.0.1:8900", metavar="URL", help="the token is WEIGHTCAST_TOKEN"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -46,7 +48,8 @@ def _print(pairs: list[dict[str, Any]]) -> None:
     for pair in pairs:
         trainer = pair["trainer"]
         table = Table(
-            title=f"pair {pair['pair']}: {len(trainer['registered'])} of {trainer['world_size']} trainer ranks registered"
+            title=f"pair {pair['pair']}: "
+            f"{len(trainer['registered'])} of {trainer['world_size']} trainer ranks registered"
         )
         for column in ("instance", "phase", "version", "serves", "fenced", "ranks", "epoch", "reason"):
             table.add_column(column)

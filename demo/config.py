@@ -33,12 +33,15 @@ class ServerConfig:
         if not isinstance(made.name, str) or not all(isinstance(n, int) and n >= 1 for n in (made.tp, made.ep)):
             raise InputError(f"instance {text!r}: name must be text, tp and ep whole numbers from 1")
         if made.tp % made.ep or len(made.placement) % made.ep:
-            raise InputError(f"instance {made.name}: ep {made.ep} must divide tp {made.tp} and the {len(made.placement)} slots of map")
+            raise InputError(
+                f"instance {made.name}: ep {made.ep} must divide tp {made.tp} and the {len(made.placement)} slots"
+            )
         return made
 
 
 DEFAULT_SERVERS = (
-    # Rank 1 holds experts 3, 3 and 0: two replicas of one expert on one rank, which engines' own loaders may leave unwritten.
+    # Rank 1 holds experts 3, 3 and 0: two replicas of one expert on one rank, which engines' own loaders may leave
+    # unwritten.
     ServerConfig("rollout-0", tp=2, ep=2, placement=(0, 1, 2, 3, 3, 0)),
     ServerConfig("rollout-1", tp=1),
 )
@@ -52,10 +55,10 @@ class DemoConfig:
     model: Path | None = None
     trainers: int = 2
     versions: int = 3
-    steps: int = 2
+    steps: int = 10
     dtype: str = "float32"
     servers: tuple[ServerConfig, ...] = DEFAULT_SERVERS
-    new_tokens: int = 12
+    new_tokens: int = 16
     deadline: float = 300.0
 
 
@@ -64,7 +67,8 @@ class VersionOutcome:
     """One version on one instance.
 
     `equal` and `changed` count prompts whose greedy tokens equal the trainer's and differ from the version before;
-    `logprob_gap` is the mean absolute difference of the log-probabilities that trainer and engine give the engine's tokens.
+    `logprob_gap` is the mean absolute difference of the log-probabilities that trainer and engine give the engine's
+    tokens.
     """
 
     version: int
@@ -77,17 +81,23 @@ class VersionOutcome:
     seconds: float
     verified: dict[str, Any] = field(default_factory=dict)
 
-    def faults(self, dtype: str) -> list[str]:
-        """What is wrong with it; empty when all is proven. Tokens are compared exactly in float32 only: see docs/architecture.md."""
-        found = []
+    def faults(self, config: DemoConfig) -> list[str]:
+        """What is wrong with it; empty when all is proven.
+
+        Tokens have to be equal in float32 only: in bfloat16 near ties flip, so there log-probabilities are compared.
+        Every prompt has to change with the version for the demo's own model; for a model of yours one is enough.
+        """
+        dtype, found = config.dtype, []
         if dtype == "float32" and self.equal != self.prompts:
             found.append(f"{self.prompts - self.equal} of {self.prompts} prompts differ from the trainer's tokens")
-        if self.changed == 0:
-            found.append("no prompt's tokens changed since the version before")
+        if self.changed < (self.prompts if config.model is None else 1):
+            found.append(f"only {self.changed} of {self.prompts} prompts' tokens changed since the version before")
         if self.weight_version != str(self.version):
             found.append(f"weight_version is {self.weight_version!r}, expected {self.version!r}")
         if self.logprob_gap > LOGPROB_LIMIT[dtype]:
-            found.append(f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}")
+            found.append(
+                f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}"
+            )
         return [f"version {self.version} on {self.instance}: {text}" for text in found]
 
 

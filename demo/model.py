@@ -7,21 +7,25 @@ from typing import Any
 
 from weightcast.transfer.errors import InputError
 
-__all__ = ["EXPERTS", "PROMPTS", "make_model", "prompt_ids", "text_batches"]
+__all__ = ["PARTS", "PROMPTS", "make_model", "prompt_ids", "quiet", "text_batches"]
 
-EXPERTS = 4
 EXPERT_SCALE = 12.0
-"""Expert weights are made this much larger than the default initialisation: else they hardly move the output of a tiny random
-model, and a wrong expert would go unseen."""
+"""Expert weights are made this much larger than the default initialisation: else they hardly move the output of a tiny
+random model, and a wrong expert would go unseen.
+"""
 
 TEXT = """\
 A river does not ask the stones which way to go. It leans on each of them in turn, and the ones that give are moved, and
 the ones that stay are rounded, and after a thousand years nobody can say which of the two has shaped the other. The old
-miller used to measure the spring by the sound of the wheel: slow in March, when the ice still held the upper meadows, quick and
-even in April, and so loud in the last week of May that his children slept in the loft on the far side of the house. He kept a
-book in which he wrote three things for every day: the height of the water at the post, the number of sacks, and one word. The
-word was mostly the weather. Sometimes it was a name. On the day the bridge went down it was only a line drawn across the page.
+miller used to measure the spring by the sound of the wheel: slow in March, when the ice still held the upper meadows,
+quick and even in April, and so loud in the last week of May that his children slept in the loft on the far side of the
+house. He kept a book in which he wrote three things for every day: the height of the water at the post, the number of
+sacks, and one word. The word was mostly the weather. Sometimes it was a name. On the day the bridge went down it was
+only a line drawn across the page.
 """
+
+PARTS = 4
+"""Batches that the text is cut into."""
 
 PROMPTS = (
     "A river does not",
@@ -35,11 +39,19 @@ PROMPTS = (
 )
 
 
+def quiet() -> None:
+    """Turns off the progress bars of Transformers, one a process and model, among which ours would be lost."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def make_model(folder: Path) -> None:
     """Writes a random Qwen3-MoE checkpoint (2 layers, 4 experts, byte vocabulary) to `folder`."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+    quiet()
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=256,
@@ -50,7 +62,7 @@ def make_model(folder: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        num_experts=EXPERTS,
+        num_experts=4,
         num_experts_per_tok=2,
         decoder_sparse_step=1,
         norm_topk_prob=True,
@@ -83,8 +95,12 @@ def prompt_ids(folder: Path, vocabulary: int) -> list[list[int]]:
     return _encode(folder, list(PROMPTS), vocabulary)
 
 
-def text_batches(folder: Path, vocabulary: int, rank: int, world: int, length: int = 48) -> list[list[int]]:
-    """This trainer rank's share of the text as rows of `length` token ids."""
+def text_batches(folder: Path, vocabulary: int, length: int = 48) -> list[list[list[int]]]:
+    """The text as PARTS batches of rows of `length` token ids; a version is trained on one of them, so that each
+    differs.
+    """
     ids = _encode(folder, [TEXT], vocabulary)[0]
+    length = min(length, max(2, len(ids) // (2 * PARTS)))
     rows = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length // 2)]
-    return rows[rank::world]
+    size = len(rows) // PARTS
+    return [rows[i * size : (i + 1) * size] for i in range(PARTS)]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,12 @@ def running(command: list[str], log: Path, environment: dict[str, str]) -> Itera
     """A process with its own session; it and its children are ended on leaving."""
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=os.environ | environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=os.environ | environment,
+            start_new_session=True,
         )
     try:
         yield process
@@ -54,10 +59,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
         # The leader is gone; its children get the same signal once more, in case they outlived it.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         return
 
 
@@ -131,7 +134,9 @@ class ServerProcess:
             response = httpx.post(f"{self.url}/generate", json=body, timeout=120.0, trust_env=False)
             response.raise_for_status()
         except httpx.HTTPError as error:
-            raise EngineError(f"{self.spec.name}: generate failed: {error}; see {self._log}: {_tail(self._log)}") from error
+            raise EngineError(
+                f"{self.spec.name}: generate failed: {error}; see {self._log}: {_tail(self._log)}"
+            ) from error
         return dict(response.json())
 
 

@@ -114,14 +114,18 @@ def _follow(
         reference = _receive(pipe, config.deadline)
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
-        say(f"version {version}: trained, loss {reference.loss:.3f}, transferred" if version else "version 0: the checkpoint")
+        say(
+            f"version {version}: trained, loss {reference.loss:.3f}, transferred"
+            if version
+            else "version 0: the checkpoint"
+        )
         for server in servers:
             outcome, tokens = _compare(config, server, reference, prompts, before.get(server.spec.name), pipe)
             before[server.spec.name] = tokens
             if version:
                 outcomes.append(outcome)
         pipe.send(None)
-    faults = [fault for outcome in outcomes for fault in outcome.faults(config.dtype)]
+    faults = [fault for outcome in outcomes for fault in outcome.faults(config)]
     return outcomes, faults
 
 
@@ -138,7 +142,11 @@ def _compare(
     pipe.send(tokens)
     trainer_scores = _receive(pipe, config.deadline)
     assert isinstance(trainer_scores, list)
-    gaps = [abs(a - b) for ours, theirs in zip(scores, trainer_scores, strict=True) for a, b in zip(ours, theirs, strict=True)]
+    gaps = [
+        abs(a - b)
+        for ours, theirs in zip(scores, trainer_scores, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
     record = reference.result.get(server.spec.name, {})
     outcome = VersionOutcome(
         version=reference.version,

@@ -1,4 +1,4 @@
-"""One trainer process of the demo: FSDP2, real optimizer steps, one `update` a version, and the reference generation."""
+"""One trainer process of the demo: FSDP2, real optimizer steps, an `update` a version, and the reference generation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightcast.demo.config import DemoConfig
-from weightcast.demo.model import prompt_ids, text_batches
+from weightcast.demo.model import PARTS, prompt_ids, quiet, text_batches
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Reference", "train"]
 
@@ -29,9 +32,11 @@ class Reference:
 
 
 def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe: Connection) -> None:
-    """Body of trainer process `rank`. Rank 0 sends a Reference a version, and answers lists of tokens with log-probabilities.
+    """Body of trainer process `rank`. Rank 0 sends a Reference a version, and answers lists of tokens with
+    log-probabilities.
 
-    All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights stand still.
+    All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
+    stand still.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -67,17 +72,19 @@ class _Training:
         from weightcast.gateway.worker import TrainerWorker
 
         self.rank, self.config = rank, config
+        quiet()
         torch.manual_seed(0)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         # The reference is a model of its own, so that generation cannot disturb the sharded one.
         self.reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.prompts = prompt_ids(folder, self.model.config.vocab_size)
-        self.rows = torch.tensor(text_batches(folder, self.model.config.vocab_size, rank, config.trainers))
+        batches = text_batches(folder, self.model.config.vocab_size)
+        self.batches = [torch.tensor(rows[rank % len(rows) :: config.trainers]) for rows in batches]
         mesh = init_device_mesh("cpu", (config.trainers,))
         for layer in self.model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=4e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3)
         self.worker = TrainerWorker(
             url, "demo", FsdpSource(self.model), rank=rank, world_size=config.trainers, deadline=config.deadline
         )
@@ -89,7 +96,7 @@ class _Training:
         for version in range(self.config.versions + 1):
             loss, result = 0.0, {}
             if version > 0:
-                loss = self.optimize()
+                loss = self.optimize(self.batches[(version - 1) % PARTS])
                 result = self.worker.update(version).instances
             self.gather_reference()
             if self.rank == 0:
@@ -99,14 +106,14 @@ class _Training:
             dist.barrier()
         self.worker.close()
 
-    def optimize(self) -> float:
-        """A few optimizer steps; the mean loss over ranks of the last one."""
+    def optimize(self, rows: torch.Tensor) -> float:
+        """A few optimizer steps on rows of token ids (rows, length); the mean loss over ranks of the last one."""
         import torch
         import torch.distributed as dist
 
         loss = torch.zeros(())
         for _ in range(self.config.steps):
-            loss = self.model(input_ids=self.rows, labels=self.rows).loss
+            loss = self.model(input_ids=rows, labels=rows).loss
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """HTTP shell of the gateway: routes in, calls of `service` and `coordinator` out.
 
-JSON for people and curl, msgpack (`weightcast.transfer.wire`) for reports, parts and digests; no pickle. Every route wants the bearer
-token. Errors are JSON `{"error": class, "message": one line}` with a status of 4xx or 5xx, never 200.
+JSON for people and curl, msgpack (`weightcast.transfer.wire`) for reports, parts and digests; no pickle. Every route
+wants the bearer token. Errors are JSON `{"error": class, "message": one line}` with a status of 4xx or 5xx, never 200.
 """
 
 from __future__ import annotations
@@ -203,12 +203,16 @@ async def _body(request: Request) -> bytes:
 def make_app(gateway: Gateway, token: str) -> FastAPI:
     """The FastAPI application. `token` is wanted as `Authorization: Bearer TOKEN` on every route."""
     if len(token) < 16:
-        raise InputError("the bearer token is shorter than 16 characters; choose a longer one or let the gateway make one")
+        raise InputError(
+            "the bearer token is shorter than 16 characters; choose a longer one or let the gateway make one"
+        )
 
     async def authorized(authorization: Annotated[str, Header()] = "") -> None:
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-            raise AuthorizationError("missing or wrong bearer token; set WEIGHTCAST_TOKEN to the one the gateway was started with")
+            raise AuthorizationError(
+                "missing or wrong bearer token; set WEIGHTCAST_TOKEN to the one the gateway was started with"
+            )
 
     app = FastAPI(
         title="weightcast gateway", dependencies=[Depends(authorized)], docs_url=None, redoc_url=None, openapi_url=None
@@ -349,9 +353,7 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
         return {}
 
     @app.post(base + "/{side}/{rank}/digests")
-    async def digests(
-        name: str, instance: str, epoch: int, side: Side, rank: int, request: Request
-    ) -> dict[str, Any]:
+    async def digests(name: str, instance: str, epoch: int, side: Side, rank: int, request: Request) -> dict[str, Any]:
         report = wire.decode_digests(await _body(request), max_bytes=MAX_BODY)
         await gateway.pair(name).digests(instance, epoch, side, rank, report)
         return {}

@@ -1,7 +1,7 @@
 """Client of the gateway's HTTP shell, for ranks, drivers of a training loop, and the command line.
 
-Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the gateway
-answers is raised here as the same class with the same message.
+Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the
+gateway answers is raised here as the same class with the same message.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class GatewayClient:
         try:
             response = self._client.request(method, path, **request)
         except httpx.HTTPError as error:
-            raise TransferError(f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?") from error
+            raise TransferError(
+                f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
+            ) from error
         if response.is_success:
             return response
         try:
@@ -68,7 +70,10 @@ class GatewayClient:
         if isinstance(name, str) and name in errors.__all__ and isinstance(message, str):
             kind: type[WeightcastError] = getattr(errors, name)
             raise kind(message)
-        raise ControlError(f"gateway {self.url}: {method} {path} answered {response.status_code}: {' '.join(response.text.split())[:500]}")
+        raise ControlError(
+            f"gateway {self.url}: {method} {path} answered {response.status_code}: "
+            + " ".join(response.text.split())[:500]
+        )
 
     def _poll(self, path: str, deadline: float, what: str) -> httpx.Response:
         """Long-polls until the answer is not 204. `deadline` is a `time.monotonic()`."""
@@ -90,7 +95,9 @@ class GatewayClient:
         deadlines: Mapping[str, float] | None = None,
         bucket_bytes: int | None = None,
     ) -> None:
-        """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": .., "backend": ..}`."""
+        """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
+        "backend": ..}`.
+        """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
         if deadlines:
             body["deadlines"] = dict(deadlines)
@@ -179,7 +186,9 @@ class GatewayClient:
 
     def go(self, pair: str, instance: str, epoch: int, deadline: float) -> dict[str, Any]:
         """What a ready rank is to do: an order "run", or "end" when the update was called off."""
-        return dict(self._poll(f"{self._base(pair, instance, epoch)}/go", deadline, f"the go-ahead for {instance}").json())
+        return dict(
+            self._poll(f"{self._base(pair, instance, epoch)}/go", deadline, f"the go-ahead for {instance}").json()
+        )
 
     def transferred(self, pair: str, instance: str, epoch: int, rank: int) -> None:
         """Says that a trainer rank has sent its part."""

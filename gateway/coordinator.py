@@ -1,7 +1,7 @@
 """How a connect and an update proceed: the order of steps, the deadlines, and what a failure leads to.
 
-Each instance goes its own way: the failure of one touches no other. From the order "run" until its commit an instance is
-fenced; when an update fails after that point its engine stays paused, and only a full verified update resumes it.
+Each instance goes its own way: the failure of one touches no other. From the order "run" until its commit an instance
+is fenced; when an update fails after that point its engine stays paused, and only a full verified update resumes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ATTEMPTS = 3
 
 
 async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
-    """Connects every instance that is not connected: reports, plan, communicators. Failures stay with their instance."""
+    """Connects each instance that is not connected: reports, plan, communicators. Failures stay with their instance."""
     waiting = [i for i in pair.instances.values() if i.record.phase is not Phase.CONNECTED]
     try:
         await _merge_trainer(pair)
@@ -40,7 +40,7 @@ async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
 
 
 async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str, port: int) -> None:
-    """One new epoch for each of `instances`; they are planned together so that the trainer's load is spread over all."""
+    """One new epoch for each of `instances`; planned together so that the trainer's load is spread over all."""
     calls = {}
     for instance in instances:
         if instance.record.phase is not Phase.REGISTERING:
@@ -254,7 +254,11 @@ async def _transfer(pair: Pair, instance: Instance, call: asyncio.Task[None]) ->
         pair.spec.deadlines.transfer,
         lambda: (
             f"instance {instance.name}: "
-            + (f"trainer ranks {_absent(instance.transferred, len(senders))}" if senders - instance.transferred else "the engine")
+            + (
+                f"trainer ranks {_absent(instance.transferred, len(senders))}"
+                if senders - instance.transferred
+                else "the engine"
+            )
             + " did not finish the transfer"
         ),
     )
@@ -290,7 +294,7 @@ async def _verify(pair: Pair, instance: Instance) -> DigestCounts:
 
 
 async def _update_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
-    """Says what failed, closes the engine's session, and resumes the engine only if it still holds one whole version."""
+    """Says what failed, closes the engine's session, and resumes the engine only if it holds one whole version."""
     log.error("pair %s instance %s: update failed: %s", pair.spec.name, instance.name, error)
     if isinstance(error, VersionError):
         return  # refused before anything was asked of the engine

@@ -1,7 +1,7 @@
 """Drivers that take an engine through an update by the engine's own API.
 
-CUDA graphs, prefix caches, derived weights and the version that an answer carries belong to the engine; so a driver only
-calls what the engine offers for them, in the engine's order, and treats every refusal as a failure of the update.
+CUDA graphs, prefix caches, derived weights and the version that an answer carries belong to the engine; so a driver
+only calls what the engine offers for them, in the engine's order, and treats every refusal as a failure of the update.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ LOAD_FORMAT = "weightcast"
 class EngineSpec:
     """How the gateway reaches an engine.
 
-    `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run `InstanceWorker.serve`
-    themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends them, "retract" computes them anew
-    after the update, "in_place" goes on with the old KV cache, which then is not flushed. `backend` is the transport of the
-    instance's communicator.
+    `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run
+    `InstanceWorker.serve` themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends
+    them, "retract" computes them anew after the update, "in_place" goes on with the old KV cache, which then is not
+    flushed. `backend` is the transport of the instance's communicator.
     """
 
     kind: Literal["sglang", "worker"]
@@ -87,7 +87,9 @@ class WorkerDriver:
 
 
 class SGLangDriver:
-    """SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`) with the weightcast plugin in its scheduler processes."""
+    """SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`) with the weightcast plugin in its scheduler
+    processes.
+    """
 
     def __init__(self, instance: str, spec: EngineSpec, timeout: float) -> None:
         self._instance = instance
@@ -99,7 +101,8 @@ class SGLangDriver:
             response = await self._client.post(path, json=body or {})
         except httpx.HTTPError as error:
             raise EngineError(
-                f"instance {self._instance}: POST {self._spec.url}{path} failed: {type(error).__name__} {error}; is the server up?"
+                f"instance {self._instance}: POST {self._spec.url}{path} failed: "
+                f"{type(error).__name__} {error}; is the server up?"
             ) from error
         # SGLang says success both by status and by a field; either one may carry the failure alone.
         try:

@@ -6,10 +6,10 @@
                                                    |                                               v
                                                    |<---------------------commit--------------- verifying
 
-From every phase `fail` leads to *failed*, `leave` to *left*, and `rejoin` from failed, left or connected starts a new epoch at
-registering. `fenced` is a flag of its own: it is set by `transfer`, because from then on bytes of two versions may lie side by side, and
-only `commit` clears it. So an instance that fails while preparing still serves its old version, and one that fails later does
-not. Versions only grow.
+From every phase `fail` leads to *failed*, `leave` to *left*, and `rejoin` from failed, left or connected starts a new
+epoch at registering. `fenced` is a flag of its own: it is set by `transfer`, because from then on bytes of two versions
+may lie side by side, and only `commit` clears it. So an instance that fails while preparing still serves its old
+version, and one that fails later does not. Versions only grow.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class InstanceRecord:
     """State of one instance.
 
     `version` is the last committed one, None before the first commit; `target` the one an update under way is to reach.
-    `epoch` counts how often the instance connected. `reason` says why it failed. `history` is every event so far, oldest first, as
-    (event, phase reached, detail).
+    `epoch` counts how often the instance connected. `reason` says why it failed. `history` is every event so far,
+    oldest first, as (event, phase reached, detail).
     """
 
     name: str
@@ -101,8 +101,8 @@ def check_version(record: InstanceRecord, version: int) -> None:
 def advance(record: InstanceRecord, event: Event, *, version: int | None = None, reason: str = "") -> InstanceRecord:
     """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL and CANCEL.
 
-    A COMMIT of the version that is committed already changes nothing. Raises PairStateError for an event that is illegal in
-    the record's phase, VersionError for a version that does not grow or is not the one being transferred.
+    A COMMIT of the version that is committed already changes nothing. Raises PairStateError for an event that is
+    illegal in the record's phase, VersionError for a version that does not grow or is not the one being transferred.
     """
     if event is Event.COMMIT and record.phase is Phase.CONNECTED and version is not None and version == record.version:
         return record

@@ -1,8 +1,8 @@
 """The gateway itself: what the shells (HTTP, Ray) expose. One event loop, no I/O but the engine drivers.
 
-A pair is a trainer and its instances. Trainer ranks and instance ranks register reports, fetch parts, join communicators and
-post digests; all of them wait for one another here, and every wait has a deadline that names who is missing. How the steps
-follow one another is in `coordinator`; this module holds the state they share.
+A pair is a trainer and its instances. Trainer ranks and instance ranks register reports, fetch parts, join
+communicators and post digests; all of them wait for one another here, and every wait has a deadline that names who is
+missing. How the steps follow one another is in `coordinator`; this module holds the state they share.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class PairSpec:
 class Order:
     """What the ranks of an instance's communicator are to do next.
 
-    `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of `epoch` and join), "connected", "prepare" (check that the layout still holds, then report
-    ready), "run" (transfer `version`), "end" (the update to `version` is over: committed or not, and why), "failed" (connecting is).
+    `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of
+    `epoch` and join), "connected", "prepare" (check that the layout still holds, then report ready), "run" (transfer
+    `version`), "end" (the update to `version` is over: committed or not, and why), "failed" (connecting is).
     """
 
     action: str
@@ -73,7 +74,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """How an update ended on one instance. `verified` counts what the digests covered; None when it did not get that far."""
+    """How an update ended on one instance. `verified` counts what the digests covered; None when it did not get that
+    far.
+    """
 
     version: int
     committed: bool
@@ -85,7 +88,9 @@ class UpdateRecord:
 
 
 class Instance:
-    """Run-time state of one instance: its record, what its ranks sent for the present epoch, and the orders given so far."""
+    """Run-time state of one instance: its record, what its ranks sent for the present epoch, and the orders given so
+    far.
+    """
 
     def __init__(self, name: str, spec: EngineSpec, driver: EngineDriver) -> None:
         self.spec = spec
@@ -190,7 +195,11 @@ class Pair:
         self._check_rank("trainer", rank, self.spec.trainer_world)
         self._check_report("trainer", rank, self.spec.trainer_world, report)
         known = self.trainer_reports.get(rank)
-        if self.trainer_layout is not None and known is not None and known.table.fingerprint != report.table.fingerprint:
+        if (
+            self.trainer_layout is not None
+            and known is not None
+            and known.table.fingerprint != report.table.fingerprint
+        ):
             raise PairStateError(
                 f"trainer rank {rank} of pair {self.spec.name} registered another layout before; "
                 "delete the pair and connect again to change it"
@@ -295,16 +304,20 @@ class Pair:
         await self.notify()
 
     async def offer(self, rank: int, version: int) -> None:
-        """A trainer rank is ready to send `version`. Raises VersionError when the ranks disagree or it does not grow."""
+        """A trainer rank is ready to send `version`. Raises VersionError when ranks disagree or it does not grow."""
         self._check_rank("trainer", rank, self.spec.trainer_world)
         if version < 0:
             raise VersionError(f"pair {self.spec.name}: version {version} is negative")
         newest = max((i.record.version for i in self.instances.values() if i.record.version is not None), default=None)
         if newest is not None and version <= newest:
-            raise VersionError(f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one")
+            raise VersionError(
+                f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one"
+            )
         others = {v for v in self.offers.values() if v != version}
         if others:
-            raise VersionError(f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}")
+            raise VersionError(
+                f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}"
+            )
         self.offers[rank] = version
         await self.notify()
 

@@ -7,7 +7,8 @@
     ...
     worker.update(version=step)          # on every rank; raises if an instance did not commit
 
-`InstanceWorker` is its counterpart on an inference rank. Engine plugins call its steps one by one; an engine of your own calls
+`InstanceWorker` is its counterpart on an inference rank. Engine plugins call its steps one by one; an engine of your
+own calls
 `serve()` between two batches.
 """
 
@@ -25,16 +26,16 @@ from typing import Any
 import numpy as np
 
 from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.endpoints import Sink, Source
 from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError, UpdateError, WeightcastError
-from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor, TransferReport, member_labels
 from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.wire import DigestReport
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.wire import DigestReport
 
 __all__ = ["InstanceWorker", "TrainerWorker", "UpdateResult"]
 
@@ -71,7 +72,14 @@ def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
 
 
 def join(
-    client: GatewayClient, pair: str, epoch: int, part: RankPart, layout: RankLayout, backend: str, address: str, seconds: float
+    client: GatewayClient,
+    pair: str,
+    epoch: int,
+    part: RankPart,
+    layout: RankLayout,
+    backend: str,
+    address: str,
+    seconds: float,
 ) -> Member:
     """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside."""
     if part.is_trainer and part.rank not in part.trainer_ranks:
@@ -116,14 +124,16 @@ def check_unmoved(layout: RankLayout) -> None:
         rows = np.flatnonzero(np.isin(layout.memory.base, moved))
         region = layout.table.region(int(rows[0]))
         raise StalePlanError(
-            f"the memory of {region.tensor!r} and {len(rows) - 1} more regions was reallocated since it was described; connect again"
+            f"the memory of {region.tensor!r} and {len(rows) - 1} more regions was reallocated "
+            "since it was described; connect again"
         )
 
 
 class TrainerWorker:
     """A trainer rank's hold on its pair. All methods are called on every trainer rank, in the same order.
 
-    `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be reached.
+    `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
+    reached.
     `deadline` in seconds bounds every wait. The token comes from WEIGHTCAST_TOKEN unless given.
     """
 
@@ -152,7 +162,8 @@ class TrainerWorker:
     def connect(self) -> None:
         """Describes and registers this rank, and joins the communicator of every instance.
 
-        Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so on.
+        Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
+        on.
         """
         self._layout = self._source.describe()
         self._client.register_trainer(self._pair, report_of(self._layout, self._rank, self._world))
@@ -166,14 +177,16 @@ class TrainerWorker:
     def update(self, version: int) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided.
 
-        Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's layout is no
-        longer the one it registered, and UpdateError naming each instance that did not commit and why.
+        Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
+        layout is no longer the one it registered, and UpdateError naming each instance that did not commit and why.
         """
         layout = self._source.describe()
         if self._layout is None:
             raise PairStateError(f"trainer rank {self._rank}: update before connect")
         if layout.table.fingerprint != self._layout.table.fingerprint:
-            raise StalePlanError(f"trainer rank {self._rank}: the layout is not the one that was registered; connect again")
+            raise StalePlanError(
+                f"trainer rank {self._rank}: the layout is not the one that was registered; connect again"
+            )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
             self._rebind(layout)
         self._client.offer(self._pair, self._rank, version)
@@ -203,7 +216,9 @@ class TrainerWorker:
                 member.executor = Executor(member.part, layout, member.group)
 
     def _each(self, names: list[str], work: Callable[[str], None]) -> None:
-        """Runs `work` for all instances at once, so that none waits for another; raises the first failure after all ended."""
+        """Runs `work` for all instances at once, so that none waits for another; raises the first failure after all
+        ended.
+        """
         if len(names) == 1:
             work(names[0])
             return
@@ -216,7 +231,9 @@ class TrainerWorker:
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineError(f"trainer rank {self._rank}: no order for instance {name} within {self._seconds:g} s")
+                raise DeadlineError(
+                    f"trainer rank {self._rank}: no order for instance {name} within {self._seconds:g} s"
+                )
             found = self._client.orders(self._pair, name, self._cursor[name], min(POLL, left))
             if found:
                 self._cursor[name] += 1
@@ -311,7 +328,7 @@ class InstanceWorker:
         self._cursor = 0
 
     def connect(self, epoch: int) -> None:
-        """Describes this rank, registers it, fetches its part and joins. A failure is told to the gateway, then raised."""
+        """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
         self.disconnect()
         self._epoch = epoch
         try:
@@ -369,8 +386,8 @@ class InstanceWorker:
     def serve(self, wait: float = 0.0) -> int | None:
         """For engines without an API of their own: follows the gateway's orders until there is none for `wait` seconds.
 
-        Call it between two batches, on every rank. While an update is under way it stays until the update has ended. Returns the
-        version that was committed by the last update served, None when there was none or it did not commit.
+        Call it between two batches, on every rank. While an update is under way it stays until the update has ended.
+        Returns the version that was committed by the last update served, None when there was none or it did not commit.
         """
         committed: int | None = None
         busy = False
@@ -447,8 +464,9 @@ def changed_placement(described: RankPlacement | None, now: RankPlacement | None
     """Which layers of an expert placement changed, in one line; empty when none did."""
     if described is None or now is None:
         return "" if described is now else "the engine has gained or lost its expert placement"
-    if described.placement.physical_to_logical.shape != now.placement.physical_to_logical.shape:
-        return f"the placement had shape {described.placement.physical_to_logical.shape}, now {now.placement.physical_to_logical.shape}"
+    before, after = (p.placement.physical_to_logical.shape for p in (described, now))
+    if before != after:
+        return f"the placement had shape {before}, now {after}"
     layers = described.placement.changed_layers(now.placement)
     if len(layers):
         return f"the expert placement of layers {', '.join(str(n) for n in layers[:20])} changed"

@@ -1,4 +1,4 @@
-"""The state machine of an instance: every legal way, every illegal event, and the invariants that hold on all of them."""
+"""The state machine of an instance: legal ways, illegal events, and the invariants that hold on all of them."""
 
 from __future__ import annotations
 
