@@ -384,23 +384,22 @@ class InstanceWorker:
             raise
 
     def serve(self, wait: float = 0.0) -> int | None:
-        """For engines without an API of their own: follows the gateway's orders until there is none for `wait` seconds.
+        """For engines without an API of their own: follows the gateway's orders through one connect or update.
 
-        Call it between two batches, on every rank. While an update is under way it stays until the update has ended.
-        Returns the version that was committed by the last update served, None when there was none or it did not commit.
+        Call it between two batches, on every rank. Returns at once when there is no order within `wait` seconds, and stays while
+        something is under way. Returns the version that was committed, None when none was.
         """
-        committed: int | None = None
         busy = False
         while True:
             found = self._client.orders(self._pair, self._instance, self._cursor, POLL if busy else wait)
-            if not found and not busy:
-                return committed
             for order in found:
                 self._cursor += 1
-                busy = order["action"] in ("register", "join", "prepare", "run")
-                if order["action"] == "end" and order["version"] is not None:
-                    committed = order["version"] if order["committed"] else None
                 self._obey(order)
+                if order["action"] in ("connected", "failed", "end"):
+                    return order["version"] if order["committed"] else None
+            busy = busy or bool(found)
+            if not busy:
+                return None
 
     def _obey(self, order: dict[str, Any]) -> None:
         """One order; failures are told to the gateway, which ends the connect or update."""

@@ -1,0 +1,166 @@
+"""Ranks of a whole pair over plain tensors, run in processes of their own by test_worker.py.
+
+The trainer holds `w` (8, 4) in row shards and four experts; an instance holds `w` in column shards, and expert slots by a placement
+map. Everything between them is real: HTTP gateway, Gloo, planner, digests.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from plain_support import Piece, PlainSink
+from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.worker import InstanceWorker, TrainerWorker
+from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.layout import RankLayout
+from weightcast.transfer.placement import ExpertPlacement, RankPlacement
+
+EXPERTS = 4
+W = (8, 4)
+E = (3, 5)
+
+
+def expert_name(expert: int) -> str:
+    return f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
+
+
+def w_of(version: int) -> torch.Tensor:
+    return torch.arange(32, dtype=torch.float32).reshape(W) + 100 * version
+
+
+def expert_of(expert: int, version: int) -> torch.Tensor:
+    return torch.full(E, float(expert + 1)) * (version + 1)
+
+
+class ShardSource:
+    """Trainer rank `rank` of 2: half of the rows of w, and the experts of its parity."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.pieces = [Piece("w", W, (4 * rank, 0), w_of(0)[4 * rank : 4 * rank + 4].clone())]
+        self.pieces += [Piece(expert_name(e), E, (0, 0), expert_of(e, 0)) for e in range(rank, EXPERTS, 2)]
+
+    def describe(self) -> RankLayout:
+        return PlainSink(self.pieces).describe()
+
+    def train(self, version: int) -> None:
+        self.pieces[0].view.copy_(w_of(version)[4 * self.rank : 4 * self.rank + 4])
+        for piece, e in zip(self.pieces[1:], range(self.rank, EXPERTS, 2), strict=True):
+            piece.view.copy_(expert_of(e, version))
+
+
+class SlotSink:
+    """Rank `rank` of an instance of `world`: columns of w, and the slots that the map gives it. All NaN at first."""
+
+    def __init__(self, rank: int, world: int, row: list[int]) -> None:
+        self.rank, self.world = rank, world
+        self.columns = W[1] // world
+        self.w = torch.full((W[0], self.columns), float("nan"))
+        self.slots = torch.full((len(row) // world, *E), float("nan"))
+        self.row = row
+
+    def placement(self) -> RankPlacement:
+        count = len(self.row) // self.world
+        placement = ExpertPlacement(np.array([self.row]), EXPERTS, self.world)
+        return RankPlacement(placement, self.rank, count, len(self.row), 0)
+
+    def describe(self) -> RankLayout:
+        placement = self.placement()
+        pieces = [Piece("w", W, (0, self.columns * self.rank), self.w)]
+        for slot, expert in enumerate(placement.experts(0).tolist()):
+            pieces.append(Piece(expert_name(expert), E, (0, 0), self.slots[slot], slot))
+        return PlainSink(pieces, placement).describe()
+
+    def check(self, version: int) -> list[str]:
+        """What is wrong with this rank's memory for a version; empty when every byte is right."""
+        faults = []
+        own = w_of(version)[:, self.columns * self.rank : self.columns * (self.rank + 1)]
+        if not torch.equal(self.w, own):
+            faults.append(f"w {self.w.tolist()}")
+        for slot, expert in enumerate(self.placement().experts(0).tolist()):
+            if not torch.equal(self.slots[slot], expert_of(expert, version)):
+                faults.append(f"slot {slot} should hold expert {expert}: {self.slots[slot][0, 0]}")
+        return faults
+
+
+def create(url: str, pair: str, instances: dict[str, int], **deadlines: float) -> None:
+    with GatewayClient(url) as client:
+        specs = {name: {"kind": "worker", "world_size": world} for name, world in instances.items()}
+        client.create_pair(pair, 2, specs, deadlines)
+
+
+def error_of(error: WeightcastError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def trainer(rank: int, url: str, pair: str, versions: list[int], deadline: float) -> list[Any]:
+    """Connects and sends each version; what came of each, an error as text."""
+    source = ShardSource(rank)
+    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=deadline)
+    said: list[Any] = []
+    try:
+        worker.connect()
+        for version in versions:
+            source.train(version)
+            try:
+                said.append(worker.update(version).instances)
+            except WeightcastError as error:
+                said.append(error_of(error))
+    except WeightcastError as error:
+        said.append(error_of(error))
+    worker.close()
+    return said
+
+
+def instance(
+    rank: int, world: int, url: str, pair: str, name: str, row: list[int], plays: dict[str, Any], deadline: float
+) -> list[list[str]]:
+    """Serves until as many versions as `plays["versions"]` are committed; the faults of its memory after each.
+
+    `plays` says what goes wrong: "rebalance" {version: row} changes the map after that version, "die" ends the process when the
+    version has been committed, "corrupt" flips an element of a slot between transfer and digest of that version.
+    """
+    sink = SlotSink(rank, world, row)
+    worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline)
+    faults: list[list[str]] = []
+    _play_corruption(worker, sink, plays)
+    for version in plays["versions"]:
+        limit = time.monotonic() + deadline
+        while worker.serve(wait=5.0) != version:
+            if time.monotonic() > limit:
+                return [*faults, [f"version {version} was not committed within {deadline:g} s"]]
+        faults.append(sink.check(version))
+        if plays.get("die") == version and rank == plays.get("rank", 0):
+            os._exit(1)
+        if version in plays.get("rebalance", {}):
+            sink.row = plays["rebalance"][version]
+    worker.close()
+    return faults
+
+
+def _play_corruption(worker: InstanceWorker, sink: SlotSink, plays: dict[str, Any]) -> None:
+    """Bits that flip in memory after they were received: the transfer itself cannot see that."""
+    if "corrupt" not in plays or sink.rank != plays.get("rank", 0):
+        return
+    receive = worker.transfer
+
+    def corrupted() -> Any:
+        report = receive()
+        if torch.equal(sink.w, w_of(plays["corrupt"])[:, sink.columns * sink.rank : sink.columns * (sink.rank + 1)]):
+            sink.slots[-1].view(torch.int32)[0, 0] ^= 1
+        return report
+
+    worker.transfer = corrupted  # type: ignore[method-assign]
+
+
+def play(rank: int, _world: int, _port: int, url: str, pair: str, roles: list[tuple[str, dict[str, Any]]]) -> Any:
+    """Process `rank` takes the role `roles[rank]`."""
+    torch.set_num_threads(1)
+    kind, arguments = roles[rank]
+    if kind == "trainer":
+        return trainer(url=url, pair=pair, **arguments)
+    return instance(url=url, pair=pair, **arguments)
