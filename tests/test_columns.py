@@ -13,7 +13,9 @@ INT64 = st.one_of(st.integers(-3, 3), st.integers(-(2**62), 2**62), st.integers(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 4).flatmap(lambda k: hnp.arrays(np.int64, st.tuples(st.just(k), st.integers(0, 30)), elements=INT64)))
+@given(
+    st.integers(1, 4).flatmap(lambda k: hnp.arrays(np.int64, st.tuples(st.just(k), st.integers(0, 30)), elements=INT64))
+)
 def test_lex_sort_is_numpys(table):
     order, begins = lex_sort(list(table))
     assert order.tolist() == np.lexsort(table[::-1]).tolist()

@@ -55,7 +55,9 @@ def test_intersect_finds_every_pair_that_shares_an_element(sides):
     a, b, offset, size = intersect(left, right)
     shared = elements(*left)[:, None, :] & elements(*right)[None, :, :]
     assert sorted(zip(b.tolist(), a.tolist(), strict=True)) == list(zip(b.tolist(), a.tolist(), strict=True))
-    assert set(zip(a.tolist(), b.tolist(), strict=True)) == {(i, j) for i, j in np.argwhere(shared.any(axis=2)).tolist()}
+    assert set(zip(a.tolist(), b.tolist(), strict=True)) == {
+        (i, j) for i, j in np.argwhere(shared.any(axis=2)).tolist()
+    }
     assert len(set(zip(a.tolist(), b.tolist(), strict=True))) == len(a)
     assert (elements(left[0][a], offset, size) == shared[a, b]).all()
 
@@ -114,11 +116,19 @@ def test_a_grid_is_made_only_where_boxes_overlap():
     assert list(zip(cells.key.tolist(), cells.offset[:, 0].tolist(), cells.size[:, 0].tolist(), strict=True)) == [
         (0, 0, 2), (0, 2, 2), (0, 4, 2), (0, 6, 2), (1, 0, 8),
     ]  # fmt: skip
-    assert [cells.row[a:b].tolist() for a, b in itertools.pairwise(cells.start.tolist())] == [[0], [0, 1], [1], [2], [3]]
+    assert [cells.row[a:b].tolist() for a, b in itertools.pairwise(cells.start.tolist())] == [
+        [0],
+        [0, 1],
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_a_pinwheel_that_no_cut_takes_apart_is_disjoint():
-    pinwheel = columns([(0, (0, 0), (1, 2)), (0, (0, 2), (2, 1)), (0, (2, 1), (1, 2)), (0, (1, 0), (2, 1)), (0, (1, 1), (1, 1))])
+    pinwheel = columns(
+        [(0, (0, 0), (1, 2)), (0, (0, 2), (2, 1)), (0, (2, 1), (1, 2)), (0, (1, 0), (2, 1)), (0, (1, 1), (1, 1))]
+    )
     assert are_disjoint(*pinwheel)
     assert len(decompose(*pinwheel)) == 5
 
@@ -139,9 +149,11 @@ def test_uncovered():
 
 def test_large_coordinates_do_not_wrap_around():
     far = 1 << 59
-    rows = columns([(0, (far - 4, 0), (4, 2)), (0, (0, 0), (far - 4, 2)), (7, (far - 2, 0), (2, 2)), (7, (far - 3, 0), (2, 2))])
+    rows = columns(
+        [(0, (far - 4, 0), (4, 2)), (0, (0, 0), (far - 4, 2)), (7, (far - 2, 0), (2, 2)), (7, (far - 3, 0), (2, 2))]
+    )
     assert overlaps(*rows)[0].size == 1
-    a, b, offset, _ = intersect(rows, rows)
+    a, _, offset, _ = intersect(rows, rows)
     assert len(a) == 6
     assert [far - 2, 0] in offset.tolist()
     assert len(decompose(*rows)) == 5

@@ -13,7 +13,17 @@ import numpy.typing as npt
 
 from weightcast.transfer.layout import IntArray
 
-__all__ = ["BoolArray", "concatenate", "lex_sort", "ranges", "stable_order", "starts_of", "sum_by_run", "volumes"]
+__all__ = [
+    "BoolArray",
+    "any_column",
+    "concatenate",
+    "lex_sort",
+    "ranges",
+    "stable_order",
+    "starts_of",
+    "sum_by_run",
+    "volumes",
+]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -102,6 +112,14 @@ def sum_by_run(values: IntArray, starts: IntArray) -> IntArray:
     total = np.zeros(values.shape[0] + 1, dtype=np.int64)
     np.cumsum(values, out=total[1:])
     return np.asarray(total[starts[1:]] - total[starts[:-1]])
+
+
+def any_column(table: BoolArray) -> BoolArray:
+    """(n,) whether any of a row's few columns is true; several times faster than `any(axis=1)`."""
+    found = table[:, 0].copy()
+    for column in range(1, table.shape[1]):
+        found |= table[:, column]
+    return found
 
 
 def volumes(size: IntArray) -> IntArray:

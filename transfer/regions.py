@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.transfer.columns import BoolArray, concatenate, lex_sort, ranges, starts_of, sum_by_run, volumes
+from weightcast.transfer.columns import (
+    BoolArray,
+    any_column,
+    concatenate,
+    lex_sort,
+    ranges,
+    starts_of,
+    sum_by_run,
+    volumes,
+)
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray
 
@@ -178,7 +187,7 @@ def overlaps(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray,
 
 def _distinct(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray, BoolArray]:
     """Rows with a volume, ordered by (key, offset, size, row), and where each run of equal boxes begins."""
-    live = np.flatnonzero((size > 0).all(axis=1))
+    live = np.flatnonzero(~any_column(size <= 0))
     columns = [key, *offset.T, *size.T]
     if live.shape[0] < key.shape[0]:
         columns = [column[live] for column in columns]
