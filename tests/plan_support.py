@@ -16,7 +16,7 @@ Ranks = list[list[Region]]
 
 @dataclass
 class PairLayout:
-    """A trainer and instances as literal rows; `casts` maps an instance to the dtypes that differ from the trainer's."""
+    """A trainer and instances as literal rows; `casts` has the dtypes in which an instance differs from the trainer."""
 
     specs: dict[str, TensorSpec]
     trainer: Ranks
@@ -75,8 +75,8 @@ def _random_box(rng: random.Random, shape: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def random_side(rng: random.Random, specs: dict[str, TensorSpec], world: int) -> Ranks:
-    """Every tensor covered, by whole copies, even shards or random pieces, with copies on other and on the same rank and boxes that
-    overlap partly."""
+    """Every tensor covered by whole copies, even shards or random pieces, with copies on other and on the same rank and
+    boxes that overlap partly."""
     ranks: Ranks = [[] for _ in range(world)]
     for name, spec in specs.items():
         kind = rng.choice(["whole", "even", "cut", "messy"])
@@ -123,7 +123,7 @@ def random_pair(seed: int) -> PairLayout:
 
 
 def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
-    """Plays the plan on arrays of element numbers and asserts that every region ends up right, each element written once."""
+    """Plays the plan on arrays of element numbers; asserts that every region ends up right, each element written once."""
     number = {name: np.arange(int(np.prod(s.shape, dtype=np.int64))).reshape(s.shape) for name, s in pair.specs.items()}
     memory = {
         (i, rank, k): np.full(region.size, -1, dtype=np.int64)

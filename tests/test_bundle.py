@@ -21,7 +21,14 @@ GOOD = {
     "tensors": {"w": {"shape": [8, 4], "dtype": "bfloat16"}, "s": {"shape": [], "dtype": "float32"}},
     "trainer": {"ranks": {"0": [{"tensor": "w", "offset": [0, 0], "size": [8, 4]}], "1": []}, "hosts": {"0": "h0"}},
     "instances": {
-        "a": {"ranks": {"0": [{"tensor": "s", "offset": [], "size": []}, {"tensor": "w", "offset": [4, 0], "size": [4, 4], "slot": 3}]}}
+        "a": {
+            "ranks": {
+                "0": [
+                    {"tensor": "s", "offset": [], "size": []},
+                    {"tensor": "w", "offset": [4, 0], "size": [4, 4], "slot": 3},
+                ]
+            }
+        }
     },
 }
 
@@ -40,7 +47,9 @@ def changed(path: str, value) -> dict:
     return made
 
 
-@pytest.mark.parametrize("encode", [lambda b: json.dumps(b).encode(), lambda b: b"\n " + json.dumps(b).encode(), msgpack.packb])
+@pytest.mark.parametrize(
+    "encode", [lambda b: json.dumps(b).encode(), lambda b: b"\n " + json.dumps(b).encode(), msgpack.packb]
+)
 def test_a_bundle_is_read(encode):
     bundle = read_bundle(encode(GOOD))
     assert bundle.tensors.specs() == {"w": TensorSpec((8, 4), "bfloat16"), "s": TensorSpec((), "float32")}
@@ -71,7 +80,11 @@ def test_a_bundle_is_read(encode):
         ("tensors/w/shape", [8, "4"], "tensor 'w': shape: '4' is not an integer"),
         ("tensors/w/shape", [8, -4], r"tensor 'w': shape \[8, -4\] has a negative number"),
         ("tensors/w/shape", [8, 10**30], "tensor 'w': shape: 1000+ is not an integer of at most 60 bits"),
-        ("tensors/w/shape", [2**40, 2**40], r"tensor 'w': shape \[1099511627776, 1099511627776\] is too large to address"),
+        (
+            "tensors/w/shape",
+            [2**40, 2**40],
+            r"tensor 'w': shape \[1099511627776, 1099511627776\] is too large to address",
+        ),
         ("tensors/w/shape", [1] * 65, "more than 64 dimensions"),
         ("tensors/w/strides", [4, 1], "tensor 'w': key 'strides' is not known; known are shape, dtype"),
         ("tensors/", {"shape": [1], "dtype": "int8"}, "a tensor name is '', expected printable text"),
@@ -93,20 +106,40 @@ def test_a_bundle_is_read(encode):
         ("instances", [], r"instances: expected an object, found \[\]"),
         ("instances/a/ranks", {}, "a: there are no ranks"),
         ("instances/b", None, "b: expected an object, found None"),
-        ("instances/a/ranks/0/0/tensor", "v", "a rank 0: region 0 names tensor 'v', which is not in the bundle's tensors"),
+        (
+            "instances/a/ranks/0/0/tensor",
+            "v",
+            "a rank 0: region 0 names tensor 'v', which is not in the bundle's tensors",
+        ),
         ("instances/a/ranks/0/0/tensor", {}, "a rank 0: region 0 names tensor {}, which is not in"),
         ("instances/a/ranks/0/1/offset", ..., "a rank 0: region 1: 'offset' is missing"),
-        ("instances/a/ranks/0/1/size", None, "a rank 0: region 1 of 'w': size: expected a list of integers, found None"),
+        (
+            "instances/a/ranks/0/1/size",
+            None,
+            "a rank 0: region 1 of 'w': size: expected a list of integers, found None",
+        ),
         ("instances/a/ranks/0/1/size", [4, False], "a rank 0: region 1 of 'w': size: False is not an integer"),
-        ("instances/a/ranks/0/1/size", [4], r"a rank 0: region 1 of 'w' has offset \[4, 0\] and size \[4\], expected 2 numbers"),
+        (
+            "instances/a/ranks/0/1/size",
+            [4],
+            r"a rank 0: region 1 of 'w' has offset \[4, 0\] and size \[4\], expected 2 numbers",
+        ),
         ("instances/a/ranks/0/1/size", [5, 4], r"a rank 0: region 1 of 'w' has .* which is not inside shape \[8, 4\]"),
         ("instances/a/ranks/0/1/size", [-1, 4], r"a rank 0: region 1 of 'w' has .* which is not inside shape \[8, 4\]"),
         ("instances/a/ranks/0/1/offset", [2**60, 0], r"a rank 0: region 1 of 'w' has .* which is not inside shape"),
-        ("instances/a/ranks/0/1/offset", [2**63, 0], "a rank 0: region 1 of 'w': offset: 9223372036854775808 is not an integer"),
+        (
+            "instances/a/ranks/0/1/offset",
+            [2**63, 0],
+            "a rank 0: region 1 of 'w': offset: 9223372036854775808 is not an integer",
+        ),
         ("instances/a/ranks/0/1/slot", -1, "a rank 0: region 1 of 'w' has slot -1, expected an integer from 0 on"),
         ("instances/a/ranks/0/1/slot", True, "a rank 0: region 1 of 'w' has slot True, expected an integer from 0 on"),
         ("instances/a/ranks/0/1/slot", None, "a rank 0: region 1 of 'w' has slot None, expected an integer from 0 on"),
-        ("instances/a/ranks/0/1/slots", 1, "a rank 0: region 1: key 'slots' is not known; known are tensor, offset, size, slot"),
+        (
+            "instances/a/ranks/0/1/slots",
+            1,
+            "a rank 0: region 1: key 'slots' is not known; known are tensor, offset, size, slot",
+        ),
     ],
 )
 def test_one_fault_is_one_line(path, value, message):
@@ -154,8 +187,16 @@ def test_no_bundle_at_all(data, message):
 
 
 JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["w", "s", "0", "ranks", "tensor", "offset"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6) | st.sampled_from(["w", "0", "ranks"]), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(["w", "s", "0", "ranks", "tensor", "offset"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=6) | st.sampled_from(["w", "0", "ranks"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -180,11 +221,17 @@ def test_junk_anywhere_is_refused_or_fine_but_never_a_traceback(data):
     for encoded in (json.dumps(document).encode(), pack_or_none(document)):
         if encoded is None:
             continue
-        try:
-            read_bundle(encoded)
-        except LayoutError as error:
-            assert "\n" not in str(error)
-            assert len(str(error)) < 1000
+        message = refusal(encoded)
+        assert "\n" not in message
+        assert len(message) < 1000
+
+
+def refusal(encoded: bytes) -> str:
+    try:
+        read_bundle(encoded)
+    except LayoutError as error:
+        return str(error)
+    return ""
 
 
 def pack_or_none(document) -> bytes | None:

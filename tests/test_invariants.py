@@ -36,7 +36,12 @@ def plan(tables) -> TransferPlan:
 def find(plan: TransferPlan, kind: Kind, instance: str, rank: int, region: int) -> int:
     """First operation that writes a region."""
     o = plan.operations
-    at = (o.kind == kind) & (o.instance == plan.instances.index(instance)) & (o.dst_rank == rank) & (o.dst_region == region)
+    at = (
+        (o.kind == kind)
+        & (o.instance == plan.instances.index(instance))
+        & (o.dst_rank == rank)
+        & (o.dst_region == region)
+    )
     return int(np.flatnonzero(at)[0])
 
 
@@ -61,7 +66,9 @@ def test_the_plan_itself_is_right(plan, tables):
 def test_a_dropped_replica_is_seen(plan, tables):
     row = find(plan, Kind.COPY, "a", 0, 2)
     dropped = with_rows(plan, np.delete(np.arange(len(plan.operations)), row))
-    with pytest.raises(PlanError, match=r"^tensor 'w', a rank 0 region 2, box \[0:8, 0:4\]: only 0 of 32 elements are written$"):
+    with pytest.raises(
+        PlanError, match=r"^tensor 'w', a rank 0 region 2, box \[0:8, 0:4\]: only 0 of 32 elements are written$"
+    ):
         check_plan(dropped, *tables)
 
 
@@ -81,7 +88,9 @@ def test_a_duplicate_write_is_seen(plan, tables):
 def test_a_copy_turned_into_a_second_send_is_seen(plan, tables):
     row = find(plan, Kind.COPY, "a", 1, 2)
     twice = with_value(plan, row, kind=Kind.SEND, src_instance=TRAINER, src_rank=1, src_region=1)
-    with pytest.raises(PlanError, match=r"'v', a rank 1 region 2: the send of .* receives in region 1 already: copy it there"):
+    with pytest.raises(
+        PlanError, match=r"'v', a rank 1 region 2: the send of .* receives in region 1 already: copy it there"
+    ):
         check_plan(twice, *tables)
 
 
@@ -90,7 +99,9 @@ def test_a_copy_from_a_copy_is_seen():
     tables = tables_of(specs, [[W_ALL]]), {"a": tables_of(specs, [[W_ALL, W_ALL, W_ALL]])}
     plan = plan_transfer(*tables)
     row = find(plan, Kind.COPY, "a", 0, 2)
-    with pytest.raises(PlanError, match="region 2: the copy of .* reads what that region does not receive but copies itself"):
+    with pytest.raises(
+        PlanError, match=r"region 2: the copy of .* reads what that region does not receive but copies itself"
+    ):
         check_plan(with_value(plan, row, src_region=1), *tables)
 
 
@@ -103,7 +114,14 @@ def test_a_copy_from_a_copy_is_seen():
         (Kind.SEND, "a", 0, 0, {"src_rank": -1}, "from trainer rank -1 region 0 takes what that region does not hold"),
         (Kind.SEND, "a", 0, 0, {"src_region": 9}, "region 9 takes what that region does not hold"),
         (Kind.SEND, "a", 0, 0, {"offset": (1, 0)}, r"the send of \[1:5, 0:4\] .* takes what that region does not hold"),
-        (Kind.SEND, "a", 0, 0, {"offset": (-1, 0)}, r"the send of \[-1:3, 0:4\] .* does not lie in the region it writes"),
+        (
+            Kind.SEND,
+            "a",
+            0,
+            0,
+            {"offset": (-1, 0)},
+            r"the send of \[-1:3, 0:4\] .* does not lie in the region it writes",
+        ),
         (Kind.SEND, "a", 0, 0, {"size": (3, 4)}, "only 28 of 32 elements are written"),
         (Kind.SEND, "b", 0, 1, {"dst_region": 2}, "b rank 0 region 2: .* does not lie in the region it writes"),
         (Kind.SEND, "b", 0, 1, {"dst_region": 0}, "b rank 0 region 0: .* does not lie in the region it writes"),
@@ -115,12 +133,26 @@ def test_a_copy_from_a_copy_is_seen():
         (Kind.SEND, "b", 0, 1, {"kind": 3}, "has kind 3, which is out of range"),
         (Kind.SEND, "b", 0, 1, {"src_instance": 0}, "has src_instance 0, which is out of range"),
         (Kind.SEND, "b", 0, 1, {"size": (0, 4)}, r"has size \[0, 4\], which is out of range"),
-        (Kind.COPY, "a", 0, 2, {"src_region": 1}, "the copy of .* from a rank 0 region 1 takes what that region does not"),
+        (
+            Kind.COPY,
+            "a",
+            0,
+            2,
+            {"src_region": 1},
+            "the copy of .* from a rank 0 region 1 takes what that region does not",
+        ),
         (Kind.COPY, "a", 0, 2, {"src_region": 2}, "reads what that region does not receive but copies itself"),
         (Kind.COPY, "a", 0, 2, {"src_rank": 1}, "from a rank 1 region 0 has its source on another rank"),
         (Kind.COPY, "a", 0, 2, {"src_instance": 1}, "from b rank 0 region 0 has its source on another rank"),
         (Kind.COPY, "a", 0, 2, {"dst_region": 0}, "a rank 0 region 0: the copy of .* overlaps the send of"),
-        (Kind.COPY, "a", 0, 2, {"dst_region": 1}, "a rank 0 region 1: the copy of .* does not lie in the region it writes"),
+        (
+            Kind.COPY,
+            "a",
+            0,
+            2,
+            {"dst_region": 1},
+            "a rank 0 region 1: the copy of .* does not lie in the region it writes",
+        ),
     ],
 )
 def test_one_wrong_value_is_seen(plan, tables, kind, instance, rank, region, values, message):
@@ -135,9 +167,13 @@ def test_swapped_experts_are_seen():
     ranks = [[Region("experts.0", (0,), (4,)), Region("experts.1", (0,), (4,))]]
     tables = tables_of(specs, ranks), {"a": tables_of(specs, ranks)}
     plan = plan_transfer(*tables)
-    with pytest.raises(PlanError, match=r"tensor 'experts.0', a rank 0 region 1: the send .* does not lie in the region it writes"):
+    with pytest.raises(
+        PlanError, match=r"tensor 'experts.0', a rank 0 region 1: the send .* does not lie in the region it writes"
+    ):
         check_plan(replace(plan, operations=replace(plan.operations, dst_region=np.array([1, 0]))), *tables)
-    with pytest.raises(PlanError, match=r"'experts.0', .* trainer rank 0 region 1 takes what that region does not hold"):
+    with pytest.raises(
+        PlanError, match=r"'experts.0', .* trainer rank 0 region 1 takes what that region does not hold"
+    ):
         check_plan(replace(plan, operations=replace(plan.operations, src_region=np.array([1, 0]))), *tables)
 
 
@@ -192,7 +228,11 @@ def digest_row(plan: TransferPlan, instance: int, rank: int, region: int) -> int
         ((0, 0, 0), {"dtype": 99}, "has dtype 99, which is out of range"),
         ((0, 0, 0), {"cell": 1}, "which is another box on rank"),
         ((0, 0, 0), {"cell": 9}, r"the digest of \[0:8, 0:4\] overlaps that of \[0:8, 0:4\]"),
-        ((TRAINER, 0, 0), {"region": 1}, "'w', the trainer rank 0 region 1: the digest of .* does not lie in that region"),
+        (
+            (TRAINER, 0, 0),
+            {"region": 1},
+            "'w', the trainer rank 0 region 1: the digest of .* does not lie in that region",
+        ),
         ((TRAINER, 0, 0), {"size": (3, 4)}, "tensor 'w': the digests of the trainer do not cover it"),
         ((TRAINER, 0, 0), {"dtype": 1}, "tensor 'w': the digests of the trainer do not cover it"),
         ((TRAINER, 0, 0), {"cell": 1}, "has cell 1, which is another row's too"),

@@ -16,14 +16,21 @@ from weightcast.transfer.plan import TRAINER, Kind, Operations, RankPart, Transf
 from weightcast.transfer.planner import plan_transfer
 
 SPECS = {"v": TensorSpec((2,), "float32"), "w": TensorSpec((8, 4), "float32")}
-TOP, BOTTOM, ALL, V = Region("w", (0, 0), (4, 4)), Region("w", (4, 0), (4, 4)), Region("w", (0, 0), (8, 4)), Region("v", (0,), (2,))
+TOP, BOTTOM, ALL, V = (
+    Region("w", (0, 0), (4, 4)),
+    Region("w", (4, 0), (4, 4)),
+    Region("w", (0, 0), (8, 4)),
+    Region("v", (0,), (2,)),
+)
 
 
 @pytest.fixture
 def plan() -> TransferPlan:
     wanted = {"v": SPECS["v"], "w": TensorSpec((8, 4), "bfloat16")}
     trainer = tables_of(SPECS, [[V], [TOP], [BOTTOM]])
-    return plan_transfer(trainer, {"a": tables_of(wanted, [[ALL, ALL], [V]]), "b": tables_of(wanted, [[BOTTOM], [TOP]])})
+    return plan_transfer(
+        trainer, {"a": tables_of(wanted, [[ALL, ALL], [V]]), "b": tables_of(wanted, [[BOTTOM], [TOP]])}
+    )
 
 
 def rows(part: RankPart) -> list[tuple]:
@@ -62,7 +69,9 @@ def test_an_instance_rank_sees_what_it_receives_and_copies(plan):
     assert (part.is_trainer, part.group_rank, part.bucket_bytes) == (False, 3, 77)
     assert part.wire_dtype.tolist() == [dtype_code("bfloat16")] * 3
     assert part.table_fingerprint == plan.instance_fingerprints[0][0]
-    assert [plan.tensors.names[t] for t in plan.digests.tensor[(plan.digests.instance == 0) & (plan.digests.rank == 0)]] == ["w", "w"]
+    assert [
+        plan.tensors.names[t] for t in plan.digests.tensor[(plan.digests.instance == 0) & (plan.digests.rank == 0)]
+    ] == ["w", "w"]
     assert part.digests.tensor.tolist() == [0, 0]
 
 
@@ -126,4 +135,6 @@ def assert_same(part: RankPart, got, expected, plan: TransferPlan) -> None:
         if name != "tensor":
             assert np.array_equal(getattr(got, name), getattr(expected, name)), name
     assert [part.tensors.names[t] for t in got.tensor] == [plan.tensors.names[t] for t in expected.tensor]
-    assert all(part.tensors.spec(int(t)) == plan.tensors.spec(int(e)) for t, e in zip(got.tensor, expected.tensor, strict=True))
+    assert all(
+        part.tensors.spec(int(t)) == plan.tensors.spec(int(e)) for t, e in zip(got.tensor, expected.tensor, strict=True)
+    )

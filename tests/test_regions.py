@@ -33,8 +33,8 @@ def elements(key, offset, size, shape=(9, 9, 9)):
 
 
 @st.composite
-def boxes(draw, dims=st.integers(1, 3), most=14):
-    width = draw(dims) if isinstance(dims, st.SearchStrategy) else dims
+def boxes(draw, dims=None, most=14):
+    width = dims or draw(st.integers(1, 3))
     rows = draw(
         st.lists(
             st.tuples(
