@@ -123,7 +123,7 @@ def random_pair(seed: int) -> PairLayout:
 
 
 def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
-    """Plays the plan on arrays of element numbers; asserts that every region ends up right, each element written once."""
+    """Plays the plan on arrays of element numbers; every region must end up right, each element written once."""
     number = {name: np.arange(int(np.prod(s.shape, dtype=np.int64))).reshape(s.shape) for name, s in pair.specs.items()}
     memory = {
         (i, rank, k): np.full(region.size, -1, dtype=np.int64)
@@ -138,8 +138,11 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
     received = defaultdict(int)
     seen: dict[tuple[int, int, str], np.ndarray] = {}
     o = plan.operations
-    copies_after = sorted(range(len(o)), key=lambda row: int(o.kind[row]))
-    for row in copies_after:
+    # All sends first, then all copies at once: a copy may not wait for another copy.
+    sent: dict[tuple[int, int, int], np.ndarray] = {}
+    for row in sorted(range(len(o)), key=lambda row: int(o.kind[row])):
+        if o.kind[row] != Kind.SEND and not sent:
+            sent = {key: array.copy() for key, array in memory.items()}
         name = plan.tensors.names[int(o.tensor[row])]
         ndim = len(pair.specs[name].shape)
         offset, size = o.offset[row, :ndim], o.size[row, :ndim]
@@ -165,9 +168,9 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
         else:
             assert o.kind[row] == Kind.COPY
             assert (o.src_instance[row], o.src_rank[row]) == key[:2]
-            sent = memory[*key[:2], int(o.src_region[row])][_slices(offset - source.offset, size)]
-            assert (sent != -1).all(), f"operation {row} copies what is not there"
-            place[...] = sent
+            values = sent[*key[:2], int(o.src_region[row])][_slices(offset - source.offset, size)]
+            assert (values != -1).all(), f"operation {row} copies what was not received"
+            place[...] = values
     for key, array in memory.items():
         region = region_at(*key)
         assert (array == number[region.tensor][_slices(region.offset, region.size)]).all(), f"region {key} is wrong"

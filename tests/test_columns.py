@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from weightcast.transfer.columns import lex_sort, ranges, stable_order, starts_of, sum_by_run, volumes
+from weightcast.transfer.columns import lex_sort, ranges, shared, stable_order, starts_of, volumes
 
 INT64 = st.one_of(st.integers(-3, 3), st.integers(-(2**62), 2**62), st.integers(0, 2**31))
 
@@ -37,8 +37,7 @@ def test_ranges():
 def test_runs():
     starts = starts_of(np.array([True, False, True, True]))
     assert starts.tolist() == [0, 2, 3, 4]
-    assert sum_by_run(np.array([1, 2, 3, 4]), starts).tolist() == [3, 3, 4]
-    assert sum_by_run(np.array([1 << 60, 1 << 60, 5]), np.array([0, 2, 2, 3])).tolist() == [1 << 61, 0, 5]
+    assert shared(np.array([True, False, True, True])).tolist() == [True, True, False, False]
 
 
 def test_volumes():

@@ -84,7 +84,7 @@ class _Side:
         if differs.any():
             at = int(differs.argmax())
             self._fail(at, f"has cell {int(rows.cell[at])}, which is another box on rank {int(rows.rank[first[at]])}")
-        self._check_cells(np.flatnonzero(first == np.arange(len(rows))), self._held())
+        self._check_cells(np.flatnonzero(first == np.arange(len(rows))), _held_by(side, len(self.plan.tensors)))
 
     def check_trainer(self, pair: Pair) -> None:
         """Cells are distinct, and tile every tensor in each dtype in which an instance has it."""
@@ -93,13 +93,13 @@ class _Side:
         if again.any():
             at = int(again.argmax())
             self._fail(at, f"has cell {int(self.rows.cell[at])}, which is another row's too")
-        for dtype in range(len(NAMES)):
-            wanted = np.zeros(len(self.plan.tensors), dtype=np.bool_)
-            for index, side in enumerate(pair.instances):
-                wanted |= _held_by(side, len(wanted)) & (self.plan.instance_dtype[index] == dtype)
-            mine = np.flatnonzero(self.rows.dtype == dtype)
-            if mine.size or wanted.any():
-                self._check_cells(mine, wanted)
+        wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
+        for side in pair.instances:
+            held = np.flatnonzero(_held_by(side, len(self.plan.tensors)))
+            wanted[side.dtype[held], held] = True
+        made = np.bincount(self.rows.dtype, minlength=len(NAMES))
+        for dtype in np.flatnonzero(wanted.any(axis=1) | (made > 0)).tolist():
+            self._check_cells(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype])
 
     def _first_of_cell(self) -> IntArray:
         """For each row the first row with its cell number."""
@@ -110,9 +110,6 @@ class _Side:
         # Written backwards, so that of several rows the first one stays.
         first[cell[::-1]] = np.arange(cell.shape[0] - 1, -1, -1, dtype=np.int64)
         return first[cell]
-
-    def _held(self) -> np.ndarray:
-        return _held_by(self.side, len(self.plan.tensors))
 
     def _check_cells(self, cells: IntArray, wanted: np.ndarray) -> None:
         """Rows `cells`, all of one dtype a tensor: those of a tensor are disjoint and cover each wanted tensor."""

@@ -19,8 +19,8 @@ from weightcast.transfer.columns import (
     concatenate,
     lex_sort,
     ranges,
+    shared,
     starts_of,
-    sum_by_run,
     volumes,
 )
 from weightcast.transfer.errors import LayoutError
@@ -225,8 +225,7 @@ def _crossing(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray
 
 def _crowded(rows: IntArray, begins: BoolArray) -> tuple[IntArray, IntArray]:
     """Only rows of runs that have more than one, and the dense number of each one's run."""
-    kept = ~begins
-    kept[:-1] |= ~begins[1:]
+    kept = shared(begins)
     return rows[kept], np.cumsum(begins[kept]) - 1
 
 
@@ -344,7 +343,6 @@ def _grid(
 
 def uncovered(key: IntArray, offset: IntArray, size: IntArray, shape: IntArray) -> IntArray:
     """Keys in 0..len(shape)-1 whose box `shape[key]` disjoint boxes inside it do not fill, ascending."""
-    order, begins = lex_sort([key])
     filled = np.zeros(shape.shape[0], dtype=np.int64)
-    filled[key[order[begins]]] = sum_by_run(volumes(size)[order], starts_of(begins))
+    np.add.at(filled, key, volumes(size))
     return np.flatnonzero(filled != volumes(shape))
