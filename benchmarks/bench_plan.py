@@ -2,8 +2,8 @@
 
     python benchmarks/bench_plan.py [--layers 60] [--experts 384] [--instances 8] [--maps equal|different]
 
-Trainer: PP x EP ranks with the dense weights of a stage on all its EP ranks. Instances: EP ranks with redundant slots and a random
-map with same-rank pairs, dense weights on every rank.
+Trainer: PP x EP ranks with the dense weights of a stage on all its EP ranks. Instances: EP ranks with redundant slots
+and a random map with same-rank pairs, dense weights on every rank.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def main() -> None:
     instances = {f"rollout-{i}": made[s] for i, s in enumerate(seeds)}
     regions = sum(map(len, trainer)) + sum(len(t) for tables in instances.values() for t in tables)
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}")
-    print(f"{len(trainer)} trainer ranks, {a.instances} x {a.instance_ep} instance ranks, {a.maps} maps, {regions:,} regions")
+    sides = f"{len(trainer)} trainer ranks, {a.instances} x {a.instance_ep} instance ranks"
+    print(f"{sides}, {a.maps} maps, {regions:,} regions")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     gc.freeze()
     begin = time.perf_counter()

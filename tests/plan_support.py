@@ -16,7 +16,7 @@ Ranks = list[list[Region]]
 
 @dataclass
 class PairLayout:
-    """A trainer and instances as literal rows; `casts` maps an instance to the dtypes that differ from the trainer's."""
+    """A trainer and instances as literal rows; `casts` has the dtypes in which an instance differs from the trainer."""
 
     specs: dict[str, TensorSpec]
     trainer: Ranks
@@ -61,7 +61,10 @@ def _even(shape: tuple[int, ...], dim: int, parts: int) -> list[tuple[tuple[int,
     for i in range(parts):
         low, high = min(i * step, shape[dim]), min((i + 1) * step, shape[dim])
         boxes.append(
-            (tuple(low if d == dim else 0 for d in range(len(shape))), tuple(high - low if d == dim else n for d, n in enumerate(shape)))
+            (
+                tuple(low if d == dim else 0 for d in range(len(shape))),
+                tuple(high - low if d == dim else n for d, n in enumerate(shape)),
+            )
         )
     return boxes
 
@@ -72,8 +75,8 @@ def _random_box(rng: random.Random, shape: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def random_side(rng: random.Random, specs: dict[str, TensorSpec], world: int) -> Ranks:
-    """Every tensor covered, by whole copies, even shards or random pieces, with copies on other and on the same rank and boxes that
-    overlap partly."""
+    """Every tensor covered by whole copies, even shards or random pieces, with copies on other and on the same rank and
+    boxes that overlap partly."""
     ranks: Ranks = [[] for _ in range(world)]
     for name, spec in specs.items():
         kind = rng.choice(["whole", "even", "cut", "messy"])
@@ -86,7 +89,9 @@ def random_side(rng: random.Random, specs: dict[str, TensorSpec], world: int) ->
         if kind == "messy":
             boxes += [_random_box(rng, spec.shape) for _ in range(rng.randint(1, 3))]
         for i, (offset, size) in enumerate(boxes):
-            owners = {i % world if kind == "even" else rng.randrange(world)} | {r for r in range(world) if rng.random() < 0.2}
+            owners = {i % world if kind == "even" else rng.randrange(world)} | {
+                r for r in range(world) if rng.random() < 0.2
+            }
             for rank in sorted(owners):
                 for _ in range(rng.choice([1, 1, 1, 2, 3])):
                     ranks[rank].append(Region(name, offset, size))
@@ -100,7 +105,10 @@ def random_pair(seed: int) -> PairLayout:
     dtypes = ["bfloat16", "float32", "uint8"]
     specs = {}
     for i in range(rng.randint(1, 5)):
-        shape = tuple(rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8]) if rng.random() < 0.3 else rng.randint(1, 6) for _ in range(rng.randint(0, 4)))
+        shape = tuple(
+            rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 8]) if rng.random() < 0.3 else rng.randint(1, 6)
+            for _ in range(rng.randint(0, 4))
+        )
         specs[f"model.layers.{i}.weight"] = TensorSpec(shape, rng.choice(dtypes))
     instances, casts = {}, {}
     for i in range(rng.randint(1, 3)):
@@ -115,7 +123,7 @@ def random_pair(seed: int) -> PairLayout:
 
 
 def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
-    """Plays the plan on arrays of element numbers and asserts that every region ends up right, each element written once."""
+    """Plays the plan on arrays of element numbers; every region must end up right, each element written once."""
     number = {name: np.arange(int(np.prod(s.shape, dtype=np.int64))).reshape(s.shape) for name, s in pair.specs.items()}
     memory = {
         (i, rank, k): np.full(region.size, -1, dtype=np.int64)
@@ -130,17 +138,24 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
     received = defaultdict(int)
     seen: dict[tuple[int, int, str], np.ndarray] = {}
     o = plan.operations
-    copies_after = sorted(range(len(o)), key=lambda row: int(o.kind[row]))
-    for row in copies_after:
+    # All sends first, then all copies at once: a copy may not wait for another copy.
+    sent: dict[tuple[int, int, int], np.ndarray] = {}
+    for row in sorted(range(len(o)), key=lambda row: int(o.kind[row])):
+        if o.kind[row] != Kind.SEND and not sent:
+            sent = {key: array.copy() for key, array in memory.items()}
         name = plan.tensors.names[int(o.tensor[row])]
         ndim = len(pair.specs[name].shape)
         offset, size = o.offset[row, :ndim], o.size[row, :ndim]
+        assert (o.offset[row, ndim:] == 0).all()
+        assert (o.size[row, ndim:] == 1).all()
         source = region_at(int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row]))
         key = (int(o.instance[row]), int(o.dst_rank[row]), int(o.dst_region[row]))
         target = region_at(*key)
         for region in (source, target):
             assert region.tensor == name
-            assert all(a <= b and b + n <= a + m for a, m, b, n in zip(region.offset, region.size, offset, size, strict=True))
+            assert all(
+                a <= b and b + n <= a + m for a, m, b, n in zip(region.offset, region.size, offset, size, strict=True)
+            )
         place = memory[key][_slices(offset - target.offset, size)]
         assert (place == -1).all(), f"operation {row} writes twice"
         if o.kind[row] == Kind.SEND:
@@ -153,14 +168,18 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
         else:
             assert o.kind[row] == Kind.COPY
             assert (o.src_instance[row], o.src_rank[row]) == key[:2]
-            sent = memory[*key[:2], int(o.src_region[row])][_slices(offset - source.offset, size)]
-            assert (sent != -1).all(), f"operation {row} copies what is not there"
-            place[...] = sent
+            values = sent[*key[:2], int(o.src_region[row])][_slices(offset - source.offset, size)]
+            assert (values != -1).all(), f"operation {row} copies what was not received"
+            place[...] = values
     for key, array in memory.items():
         region = region_at(*key)
         assert (array == number[region.tensor][_slices(region.offset, region.size)]).all(), f"region {key} is wrong"
     _judge_digests(pair, plan, region_at)
-    return {"sends": int((o.kind == Kind.SEND).sum()), "copies": int((o.kind == Kind.COPY).sum()), "elements": sum(received.values())}
+    return {
+        "sends": int((o.kind == Kind.SEND).sum()),
+        "copies": int((o.kind == Kind.COPY).sum()),
+        "elements": sum(received.values()),
+    }
 
 
 def _judge_digests(pair: PairLayout, plan: TransferPlan, region_at) -> None:

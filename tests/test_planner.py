@@ -20,7 +20,9 @@ TOP, BOTTOM, ALL = Region("w", (0, 0), (4, 4)), Region("w", (4, 0), (4, 4)), Reg
 
 
 def planned(trainer, instances, specs=W, **options) -> TransferPlan:
-    return plan_transfer(tables_of(specs, trainer), {name: tables_of(specs, ranks) for name, ranks in instances.items()}, **options)
+    return plan_transfer(
+        tables_of(specs, trainer), {name: tables_of(specs, ranks) for name, ranks in instances.items()}, **options
+    )
 
 
 def operations(plan: TransferPlan) -> list[tuple]:
@@ -144,7 +146,9 @@ def test_the_sender_casts_and_both_dtypes_are_digested():
     assert plan.instance_dtype.tolist() == [[bf16], [fp8]]
     assert plan.tensors.spec(0).dtype == "float32"
     d = plan.digests
-    assert sorted(zip(d.instance.tolist(), d.dtype.tolist(), strict=True)) == sorted([(TRAINER, bf16), (TRAINER, fp8), (0, bf16), (1, fp8)])
+    assert sorted(zip(d.instance.tolist(), d.dtype.tolist(), strict=True)) == sorted(
+        [(TRAINER, bf16), (TRAINER, fp8), (0, bf16), (1, fp8)]
+    )
     assert sorted(d.cell[d.instance == TRAINER].tolist()) == [0, 1]
     assert traffic_of(plan).bytes_sent == 64 + 32
 
@@ -188,7 +192,9 @@ def test_missing_tensors_are_named_in_ranges():
     some = [region for region in every if ".experts.4" not in region.tensor and ".experts.5" not in region.tensor]
     with pytest.raises(CoverageError, match=r"^layers 0-2, experts 4-5, gate_proj/up_proj/down_proj: on no rank of a$"):
         planned([every], {"a": [some]}, specs, required=list(specs))
-    with pytest.raises(CoverageError, match=r"^layers 0-2, experts 4-5, gate_proj/up_proj/down_proj: on no trainer rank$"):
+    with pytest.raises(
+        CoverageError, match=r"^layers 0-2, experts 4-5, gate_proj/up_proj/down_proj: on no trainer rank$"
+    ):
         planned([some], {"a": [every]}, specs)
     assert len(planned([every], {"a": [some]}, specs).operations) == len(some)
 
@@ -211,11 +217,15 @@ def test_shapes_and_dtypes_must_agree():
 
     with pytest.raises(LayoutError, match=r"'w' has shape \[8, 5\] on a rank 1 but shape \[8, 4\] on trainer rank 0$"):
         plan_transfer([table((8, 4))], {"a": [table((8, 4)), table((8, 5))]})
-    with pytest.raises(LayoutError, match=r"'w' has shape \[8\] on trainer rank 1 but shape \[8, 1\] on trainer rank 0$"):
+    with pytest.raises(
+        LayoutError, match=r"'w' has shape \[8\] on trainer rank 1 but shape \[8, 1\] on trainer rank 0$"
+    ):
         plan_transfer([table((8, 1)), table((8,))], {"a": [table((8, 1))]})
     with pytest.raises(LayoutError, match=r"'w' has dtype float32 on a rank 1 but bfloat16 on a lower rank of a$"):
         plan_transfer([table((8, 4))], {"a": [table((8, 4)), table((8, 4), "float32")]})
-    with pytest.raises(LayoutError, match=r"'w' has dtype float32 on trainer rank 1 but bfloat16 on a lower rank of the trainer"):
+    with pytest.raises(
+        LayoutError, match=r"'w' has dtype float32 on trainer rank 1 but bfloat16 on a lower rank of the trainer"
+    ):
         plan_transfer([table((8, 4)), table((8, 4), "float32")], {"a": [table((8, 4))]})
 
 
@@ -272,7 +282,11 @@ def test_expert_and_tensor_parallel_layouts_with_random_maps(seed: int, trainer_
     """Experts over EP x TP with two redundant slots a rank, so that many maps have replicas on one rank."""
     rng = np.random.default_rng(seed)
     experts, layers = 4, 2
-    specs = {f"model.layers.{i}.mlp.experts.{e}.up_proj.weight": TensorSpec((8, 4), "bfloat16") for i in range(layers) for e in range(experts)}
+    specs = {
+        f"model.layers.{i}.mlp.experts.{e}.up_proj.weight": TensorSpec((8, 4), "bfloat16")
+        for i in range(layers)
+        for e in range(experts)
+    }
     names = list(specs)
     trainer = [[Region(name, *split((8, 4), 0, trainer_tp, r)) for name in names] for r in range(trainer_tp)] * 2
     instances = {}

@@ -84,7 +84,7 @@ class _Label:
 
 def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Collection[str]]) -> dict[str, IntArray]:
     """Rows of the tensors that each instance has to hold."""
-    index = {name: row for row, name in enumerate(pair.tensors.names)}
+    index = {name: row for row, name in enumerate(pair.tensors.names)} if required else {}
     unknown = [name for name in required if name not in index]
     if unknown:
         raise LayoutError(f"tensor {unknown[0]!r} is required but no rank declares it")

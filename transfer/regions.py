@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.transfer.columns import BoolArray, concatenate, lex_sort, ranges, starts_of, sum_by_run, volumes
+from weightcast.transfer.columns import (
+    BoolArray,
+    any_column,
+    concatenate,
+    lex_sort,
+    ranges,
+    shared,
+    starts_of,
+    volumes,
+)
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray
 
@@ -178,7 +187,7 @@ def overlaps(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray,
 
 def _distinct(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray, BoolArray]:
     """Rows with a volume, ordered by (key, offset, size, row), and where each run of equal boxes begins."""
-    live = np.flatnonzero((size > 0).all(axis=1))
+    live = np.flatnonzero(~any_column(size <= 0))
     columns = [key, *offset.T, *size.T]
     if live.shape[0] < key.shape[0]:
         columns = [column[live] for column in columns]
@@ -216,8 +225,7 @@ def _crossing(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray
 
 def _crowded(rows: IntArray, begins: BoolArray) -> tuple[IntArray, IntArray]:
     """Only rows of runs that have more than one, and the dense number of each one's run."""
-    kept = ~begins
-    kept[:-1] |= ~begins[1:]
+    kept = shared(begins)
     return rows[kept], np.cumsum(begins[kept]) - 1
 
 
@@ -335,7 +343,6 @@ def _grid(
 
 def uncovered(key: IntArray, offset: IntArray, size: IntArray, shape: IntArray) -> IntArray:
     """Keys in 0..len(shape)-1 whose box `shape[key]` disjoint boxes inside it do not fill, ascending."""
-    order, begins = lex_sort([key])
     filled = np.zeros(shape.shape[0], dtype=np.int64)
-    filled[key[order[begins]]] = sum_by_run(volumes(size)[order], starts_of(begins))
+    np.add.at(filled, key, volumes(size))
     return np.flatnonzero(filled != volumes(shape))

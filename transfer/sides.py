@@ -77,8 +77,10 @@ class _Names:
         rows = self._known.get(names)
         if rows is None:
             index = self.index
-            rows = np.fromiter((index.setdefault(name, len(index)) for name in names), dtype=np.int64, count=len(names))
-            self._known[names] = rows
+            found = list(map(index.get, names))
+            if None in found:
+                found = [index.setdefault(name, len(index)) for name in names]
+            rows = self._known[names] = np.array(found, dtype=np.int64)
         return rows
 
 

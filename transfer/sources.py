@@ -91,10 +91,10 @@ def pool_sets(start: IntArray, member: IntArray) -> tuple[IntArray, Pools]:
 def deal(pools: Pools, pool: IntArray, weight: IntArray, world: int) -> IntArray:
     """Chooses a member of its pool for each item: its index in the pool (n,). Deterministic.
 
-    `pool` (n,) is each item's pool, `weight` (n,) its bytes, > 0. Pools with fewer members come first, because they
-    have the least choice. Within a pool heavy items come first; items of one weight are dealt in contiguous runs, in
-    their given order, such that the loads of the members rise to one level. So neighbours get one source, and what is
-    far apart (equal boxes of different instances) gets different ones.
+    `pool` (n,) is each item's pool, `weight` (n,) its bytes, > 0. Pools are served in order: those with fewer members
+    first, because they have the least choice. Within a pool heavy items come first; items of one weight are dealt in
+    contiguous runs, in their given order, such that the loads of the members rise to one level. So neighbours get one
+    source, and what is far apart (equal boxes of different instances) gets different ones.
     """
     choice = np.zeros(pool.shape[0], dtype=np.int64)
     members = np.diff(pools.start)
