@@ -13,8 +13,8 @@ import numpy as np
 from weightcast.gateway.join import JoinedRegions, SideName
 from weightcast.transfer.audit import audit_dispatch, audit_shared_dispatch
 from weightcast.transfer.errors import AgreementError, CoverageError, LayoutError
-from weightcast.transfer.layout import NO_SLOT, IntArray, RankReport, TensorTable
 from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.layout import NO_SLOT, IntArray, RankReport, TensorTable
 from weightcast.transfer.names import number_ranges, summarize
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
