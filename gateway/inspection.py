@@ -114,7 +114,8 @@ class InspectTable:
         s = self.slots
         lines = [
             f"experts: {s.logical_experts} in {s.physical_slots} slots over {s.ep_size} EP ranks, "
-            f"{s.layers} layers in the map; {s.replicated} times an expert of a layer has replicas, {len(self.same_rank_pairs)} times on one rank"
+            f"{s.layers} layers in the map; {s.replicated} times an expert of a layer has replicas, "
+            f"{len(self.same_rank_pairs)} times on one rank"
         ]
         pairs = [(p.layer, p.expert, p.rank, ",".join(map(str, p.slots))) for p in self.same_rank_pairs[:_SHOWN_PAIRS]]
         if pairs:

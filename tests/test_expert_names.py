@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.transfer.expert_names import NONE, parse_names
@@ -40,6 +40,7 @@ def reference(name: str, word: str) -> int:
     return int(found[1]) if found else NONE
 
 
+@settings(deadline=None)
 @given(NAMES)
 def test_as_a_pattern_would_find_them(names: list[str]) -> None:
     parsed = parse_names(names)

@@ -143,12 +143,25 @@ def test_a_part_comes_back() -> None:
     assert_same(decode_part(encode_part(small_part())), small_part())
 
 
+def test_a_trainer_part_comes_back() -> None:
+    part = small_part()
+    rows = ints(1)
+    digests = dataclasses.replace(part.digests.take(rows), instance=ints(TRAINER), rank=ints(2))
+    sends = part.operations.take(rows)
+    changes = {"is_trainer": True, "rank": 2, "operations": sends, "wire_dtype": ints(1), "digests": digests}
+    trainer = small_part(**changes)
+    assert_same(decode_part(encode_part(trainer)), trainer)
+    with pytest.raises(WireError, match="operation 0, which does not have this rank"):
+        decode_part(encode_part(dataclasses.replace(trainer, rank=0)))
+
+
 def test_digests_come_back() -> None:
     assert_same(decode_digests(encode_digests(small_digests())), small_digests())
     trainer = DigestReport(None, 0, ints(), np.empty(0, dtype=np.uint64))
     assert_same(decode_digests(encode_digests(trainer)), trainer)
 
 
+@settings(deadline=None)
 @given(
     st.lists(INT64)
     | st.lists(st.integers(-3, 300))
@@ -297,6 +310,7 @@ def test_damaged_frames(
         ({"offset__0": np.full(N, 1 << 62)}, LayoutError, "which is not inside shape"),
         ({"offset__0": np.full(N, -1)}, LayoutError, "which is not inside shape"),
         ({"size__0": np.full(N, (1 << 63) - 1)}, LayoutError, "which is not inside shape"),
+        ({"size__1": np.full(N, 0)}, WireError, "reaches into dimensions the tensor lacks"),
         ({"slot": np.full(N, -2)}, LayoutError, "has slot -2"),
         ({"slot": np.full(N - 1, 0)}, WireError, "entries in column slot, expected"),
         ({"layers": 5}, WireError, "5 layers do not divide"),
