@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,8 @@ _TILE = {1: 1 << 13, 2: 1 << 13, 4: 1 << 10}
 """Elements of 1, 2 and 4 bytes whose sum of products stays exact in float64."""
 _WORD_DIMENSION = 1 << 16
 """A dimension past any real one, whose constants weigh the two words of a 64-bit element."""
+_NO_DIMENSION = -1
+"""Stands for the dimensions of a box of one element; its constant is 1."""
 
 _CHUNK = 1 << 14
 _CHUNKS_KEPT = 64
@@ -130,19 +133,23 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
     total = torch.zeros((2, boxes.shape[0]), dtype=torch.int64, device=boxes.device)
     if boxes.numel() == 0:
         return total
-    wide = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
-    constants = [_constants(d, offset[d], boxes.shape[d + 1], boxes.device) for d in wide]
-    values = boxes.squeeze(tuple(d for d in range(1, boxes.ndim) if boxes.shape[d] == 1))
-    if wide:
+    dims = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
+    values = boxes.squeeze([d for d in range(1, boxes.ndim) if boxes.shape[d] == 1])
+    if dims:
         inner = _inner_dimension(values)
         values = values.movedim(inner, -1)
-        constants.append(constants.pop(inner - 1))
+        dims.append(dims.pop(inner - 1))
+        weights = _Weights(tuple((d, offset[d]) for d in dims), boxes.device, target.itemsize)
     else:
         values = values[:, None]
-        constants.append(torch.ones((2, 1), dtype=torch.int64, device=boxes.device))
+        weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
     for cut in _blocks(tuple(values.shape)):
         words = values[cut].to(target).view(_WORDS[target.itemsize])
-        total[:, cut[0]] += _block_sums(words, [c[:, part] for c, part in zip(constants, cut[1:], strict=True)])
+        sums = _row_sums(words, weights.inner(cut[-1]))
+        for position in reversed(range(len(cut) - 2)):
+            outer = weights.outer(position, cut[position + 1])
+            sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % _PRIME).sum(dim=-1) % _PRIME
+        total[:, cut[0]] += sums
     return total
 
 
@@ -159,55 +166,81 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
     while prod(shape[dim + 1 :]) > _BLOCK:
         dim += 1
     step = _BLOCK // prod(shape[dim + 1 :])
-    whole = [slice(None)] * (len(shape) - dim - 1)
+    whole = [slice(0, size) for size in shape[dim + 1 :]]
     for index in product(*map(range, shape[:dim])):
         single = [slice(i, i + 1) for i in index]
         for start in range(0, shape[dim], step):
-            yield (*single, slice(start, start + step), *whole)
+            yield (*single, slice(start, min(start + step, shape[dim])), *whole)
 
 
-def _block_sums(words: torch.Tensor, constants: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(n, *outer, inner) words with (2, size) constants for each dimension but the first -> (2, n) residues."""
-    *outer, inner = constants
-    sums = _row_sums(words, inner)
-    for size_constants in reversed(outer):
-        weighed = sums * size_constants.reshape(2, *[1] * (sums.ndim - 2), -1) % _PRIME
-        sums = weighed.sum(dim=-1) % _PRIME
-    return sums
+class _Inner(NamedTuple):
+    """What the inner dimension is multiplied with: (2 or 4, size) float64 `columns`, and what BIAS adds to each row."""
+
+    columns: torch.Tensor
+    bias: torch.Tensor
 
 
-def _row_sums(words: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """(..., inner) words and (2, inner) constants -> (2, ...) residues of sum((word + BIAS) * constant)."""
+class _Weights:
+    """The constants of the dimensions of one call, made for the ranges asked for and kept until others are asked for.
+
+    `dims` are (dimension, offset of the box) pairs, the inner one last.
+    """
+
+    def __init__(self, dims: tuple[tuple[int, int], ...], device: torch.device, itemsize: int) -> None:
+        self._dims, self._device, self._in_halves = dims, device, itemsize >= 4
+        self._outer: dict[int, tuple[slice, torch.Tensor]] = {}
+        self._inner: tuple[slice, _Inner] | None = None
+
+    def outer(self, position: int, cut: slice) -> torch.Tensor:
+        """(2, size) int64 constants of a range of the outer dimension at `position`."""
+        kept = self._outer.get(position)
+        if kept is None or kept[0] != cut:
+            kept = self._outer[position] = (cut, self._constants(position, cut))
+        return kept[1]
+
+    def inner(self, cut: slice) -> _Inner:
+        """The columns of a range of the inner dimension; for 32-bit words the constants in two halves."""
+        if self._inner is None or self._inner[0] != cut:
+            whole = self._constants(-1, cut)
+            halves = torch.cat([whole >> _HALF_BITS, whole & (1 << _HALF_BITS) - 1]) if self._in_halves else whole
+            bias = whole.sum(dim=1, keepdim=True) % _PRIME * _BIAS
+            self._inner = (cut, _Inner(halves.to(torch.float64), bias))
+        return self._inner[1]
+
+    def _constants(self, position: int, cut: slice) -> torch.Tensor:
+        dim, offset = self._dims[position]
+        if dim == _NO_DIMENSION:
+            return torch.ones((2, 1), dtype=torch.int64, device=self._device)
+        return _constants(dim, offset + cut.start, cut.stop - cut.start, self._device)
+
+
+def _row_sums(words: torch.Tensor, inner: _Inner) -> torch.Tensor:
+    """(..., size) words -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
     if words.dtype == torch.int64:
-        low, high = (words << 32) >> 32, words >> 32
         weights = _constants(_WORD_DIMENSION, 0, 2, words.device).reshape(2, 2, *[1] * (words.ndim - 1))
-        sums = [_row_sums(half.to(torch.int32), constants) for half in (low, high)]
-        return (sums[0] * weights[:, 0] % _PRIME + sums[1] * weights[:, 1] % _PRIME) % _PRIME
+        halves = [(words << 32 >> 32).to(torch.int32), (words >> 32).to(torch.int32)]
+        low, high = (_row_sums(half, inner) * weights[:, i] % _PRIME for i, half in enumerate(halves))
+        return (low + high) % _PRIME
     rows = words.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, words.shape[-1])
+    sums = _products(inner.columns, rows, _TILE[words.itemsize])
     if words.dtype == torch.int32:
-        halves = torch.cat([constants >> _HALF_BITS, constants & (1 << _HALF_BITS) - 1])
-        products = _products(halves, rows, _TILE[4])
-        sums_of_words = (products[:2] % _PRIME << _HALF_BITS) + products[2:]
-    else:
-        sums_of_words = _products(constants, rows, _TILE[words.itemsize])
-    bias = constants.sum(dim=1, keepdim=True) % _PRIME * _BIAS
-    return ((sums_of_words + bias) % _PRIME).reshape(2, *words.shape[:-1])
+        sums = (sums[:2] % _PRIME << _HALF_BITS) + sums[2:]
+    return ((sums + inner.bias) % _PRIME).reshape(2, *words.shape[:-1])
 
 
 def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Tensor:
-    """(f, inner) integers times (r, inner) integers in float64 -> (f, r) int64, exact."""
-    columns = columns.to(torch.float64)
+    """(f, size) integers times (r, size) integers, both as float64 -> (f, r) int64, exact."""
+    size = rows.shape[1]
     parts = [
-        torch.mm(columns[:, a : a + tile], rows[:, a : a + tile].t()).to(torch.int64)
-        for a in range(0, rows.shape[1], tile)
+        torch.mm(columns[:, a : a + tile], rows[:, a : a + tile].t()).to(torch.int64) for a in range(0, size, tile)
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
 
 
 def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
     """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
-    reduced = (residues % _PRIME).cpu().numpy().astype(np.uint64)
-    scaled = reduced * scale.astype(np.uint64) % np.uint64(_PRIME)
+    reduced = residues.cpu().numpy() % _PRIME
+    scaled = reduced.astype(np.uint64) * scale.astype(np.uint64) % np.uint64(_PRIME)
     return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
 
 
