@@ -1,29 +1,29 @@
 """Digests that do not depend on how a logical tensor is cut into boxes.
 
-    digest(whole, (0, 0)) == add(digest(top, (0, 0)), digest(bottom, (top.shape[0], 0)))
+    digest(whole, (0, 0)) == add(digest(top, (0, 0)), digest(bottom, (len(top), 0)))
 
-The digest of a box is, for each of two families of weights,
+The digest of a box is, in each of two families of weights, the residue modulo P of
 
-    sum over its elements of (word(element) + BIAS) * w(index)  modulo P,    w(index) = product over dimensions d of c(d, index[d])
+    sum over its elements of (word(element) + BIAS) * w(index),    w(index) = c(0, index[0]) * c(1, index[1]) * ...
 
-where `index` is the position in the *logical* tensor, `word` the element's bits read as a signed integer, c(d, i) a pseudo-random
-number in [1, 2^24] and P the prime 2^32 - 5. The two residues are joined into 64 bits. What follows from that:
+where `index` is the position in the *logical* tensor, `word` the element's bits as a signed integer, c(dimension, i) a
+pseudo-random number in [1, 2^24] and P the prime 2^32 - 5. The two residues are joined to 64 bits. From this follows:
 
-- A sum over elements adds up over any partition into boxes, in any memory layout. `add` adds residue by residue.
-- P is prime and larger than every c, so no weight is 0 modulo P. A flip of one bit changes a word by a power of two, which is
-  no multiple of P, and therefore changes both residues, always. So does any other change of one element of 8 or 16 bits.
-- Two indices of a dimension whose constants differ in either family cannot be swapped unseen unless the digests of the two slices
-  are equal. For a fixed change of a tensor of n dimensions, the share of choices of the constants for which both residues miss it
-  is at most (n / 2^24)^2 (Schwartz and Zippel: the change of a residue is a non-zero polynomial of degree n in the constants).
-  Odd weights modulo 2^32 would not give that: a swap of two float32 numbers that differ in sign is invisible to them.
-- BIAS is there so that zeros are not the same as nothing: it keeps word + BIAS from 0 for 8 and 16 bits.
+- The digests of the boxes of any partition add up, whatever their memory layout. `add` adds residue by residue.
+- No weight is 0 modulo P, because P is prime and larger than every c. A flipped bit changes a word by a power of two,
+  which is no multiple of P, so it changes both residues, always. So does any change of one element of 8 or 16 bits.
+- Swapping two unequal elements along one dimension changes a residue unless both indices have the same constant in
+  that family; no two of the first 2^20 indices of a dimension have it in both (a test looks). Of all choices of
+  constants, a given change of a tensor with n dimensions is missed by at most (n / 2^24)^2 (Schwartz and Zippel: the
+  change of a residue is a polynomial of degree n in the constants, and not zero). Odd weights modulo 2^32 have no such
+  bound: two float32 numbers that differ only in sign could be swapped unseen.
+- BIAS tells zeros from nothing: word + BIAS is never 0 for words of 8 and 16 bits.
 
-Bits count, not values: -0.0 is not 0.0, and each NaN is itself. Elements of 64 bits are two words of 32 with a weight each.
+Bits count, not values: -0.0 is not 0.0 and every NaN is itself. An element of 64 bits is two words, each with a weight.
 
-Speed. Words and constants are small enough that a matrix product in float64 is exact: a word of 16 bits times a constant of 24,
-summed over 8192 elements, stays below 2^53, and so do 32-bit words times constants in two halves over 1024 elements. So the
-inner dimension is a matrix product with the constants, on CPU and GPU by the same code, and only one number per row is left to be
-reduced in integers. Exact integers are the same in any order of summation, on any device.
+Speed: a word of 16 bits times a constant of 24, summed over 8192 elements, stays within 2^53, and so do words of 32
+bits times the halves of constants over 1024 elements. So the sum over the inner dimension is a matrix product in
+float64, exact in any order and on any device, and only one number per row remains to be reduced in integers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ _NO_DIMENSION = -1
 
 _CHUNK = 1 << 14
 _CHUNKS_KEPT = 64
-_BLOCK = 1 << 19
-"""Elements taken at once, at 8 bytes of temporary memory each."""
+_BLOCK = {"cpu": 1 << 19}
+_BLOCK_ELSEWHERE = 1 << 21
+"""Elements taken at once, at 8 bytes of temporary memory each. Few fit a CPU's caches; many hide a GPU's launches."""
 _NARROW = 64
 """An inner dimension shorter than this leaves many rows to reduce in integers, which is slower."""
 
@@ -71,16 +72,17 @@ _NARROW = 64
 def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None = None) -> int:
     """The digest of the box at `offset` of a logical tensor whose memory is `view`: 64 bits, not negative.
 
-    `view` may have any strides and lie on any device; `offset` has one number per dimension, none for 0 dimensions. With
-    `dtype` the values are digested as `view.to(dtype)` has them, but that copy is never made as a whole: temporary memory
-    is bounded at some MiB. An empty box has digest 0. Raises LayoutError for an offset that does not fit the view and for
-    dtypes that weightcast does not move.
+    `view` may have any strides and lie on any device; `offset` has one number per dimension. With `dtype` the values
+    are digested as `view.to(dtype)` has them, but that copy is never made as a whole: temporary memory is bounded at
+    some MiB. An empty box has digest 0. Raises LayoutError for an offset that does not fit the view, and for dtypes
+    that weightcast does not move.
+
+    Which NaN a cast makes of a NaN is up to torch: on CPU `to` and `copy_` into a view with gaps do not agree. Whoever
+    sends a cast box has to send what `to` gives.
     """
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
-        raise LayoutError(
-            f"offset {list(offset)} does not fit a box of size {list(size)}: expected {len(size)} numbers >= 0"
-        )
+        raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
     residues = _residues(view[None], offset, dtype)
     where = np.array([offset], dtype=np.int64).reshape(1, len(size))
     scale = _scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
@@ -99,14 +101,15 @@ def digest_rows(
 ) -> DigestArray:
     """(k,) digests of k boxes of a rank, as `digest(layout.box_view(...), offset, dtype)` gives them one by one.
 
-    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of their
-    logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as the slots of
-    an expert parameter, are digested together, and the device is waited for once.
+    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
+    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as
+    the slots of an expert parameter, are digested together, and the device is waited for once.
     """
     boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes)
     found: list[tuple[IntArray, torch.Tensor]] = []
     for members in boxes.alike():
-        for some in boxes.stacks(members):
+        limit = _block_limit(layout.memory.bases[int(boxes.base[members[0]])].device)
+        for some in boxes.stacks(members, limit):
             target = to_torch(dtype_name(int(dtypes[some[0]])))
             found.append((some, _residues(boxes.stacked(layout, some), boxes.offset[some[0]].tolist(), target)))
     digests = np.zeros(len(rows), dtype=np.uint64)
@@ -143,7 +146,7 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
     else:
         values = values[:, None]
         weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
-    for cut in _blocks(tuple(values.shape)):
+    for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
         words = values[cut].to(target).view(_WORDS[target.itemsize])
         sums = _row_sums(words, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
@@ -160,12 +163,16 @@ def _inner_dimension(values: torch.Tensor) -> int:
     return min(long, key=values.stride) if long else max(dims, key=lambda d: int(values.shape[d]))
 
 
-def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Cuts a box into boxes of at most _BLOCK elements, each a range of one dimension with those after it whole."""
+def _block_limit(device: torch.device) -> int:
+    return _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
+
+
+def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a box into boxes of at most `limit` elements, each a range of one dimension with those after it whole."""
     dim = 0
-    while prod(shape[dim + 1 :]) > _BLOCK:
+    while prod(shape[dim + 1 :]) > limit:
         dim += 1
-    step = _BLOCK // prod(shape[dim + 1 :])
+    step = limit // prod(shape[dim + 1 :])
     whole = [slice(0, size) for size in shape[dim + 1 :]]
     for index in product(*map(range, shape[:dim])):
         single = [slice(i, i + 1) for i in index]
@@ -278,7 +285,8 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
     scale = np.ones((2, offset.shape[0]), dtype=np.int64)
     for dim in range(offset.shape[1]):
         single = (size[:, dim] == 1) & (ndim > dim)
-        scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % _PRIME
+        if single.any():
+            scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % _PRIME
     return scale
 
 
@@ -316,9 +324,9 @@ class _Boxes:
         order = np.lexsort((self.start, group.ravel()))
         return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
 
-    def stacks(self, members: IntArray) -> list[IntArray]:
-        """A group in runs of at most _BLOCK elements together, or single boxes."""
-        step = max(1, _BLOCK // max(1, int(self.size[members[0]].prod())))
+    def stacks(self, members: IntArray, limit: int) -> list[IntArray]:
+        """A group in runs of at most `limit` elements together, or single boxes."""
+        step = max(1, limit // max(1, int(self.size[members[0]].prod())))
         return [members[i : i + step] for i in range(0, len(members), step)]
 
     def stacked(self, layout: RankLayout, members: IntArray) -> torch.Tensor:
