@@ -22,14 +22,7 @@ from weightcast.gateway.experts import check_dispatch, check_slots, common_place
 from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
 from weightcast.transfer.coverage import describe_gaps
 from weightcast.transfer.errors import CoverageError, LayoutError
-from weightcast.transfer.layout import (
-    IntArray,
-    RankReport,
-    RegionTable,
-    TensorSpec,
-    TensorTable,
-    pad_boxes,
-)
+from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
 from weightcast.transfer.names import summarize
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered

@@ -17,26 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_support import K2, TINY, moe_instance, moe_report, random_placement
 
-from weightcast.transfer.column_codec import (
-    decode_column,
-    encode_column,
-    is_descriptor,
-    payload_bytes,
-)
-from weightcast.transfer.errors import (
-    InputError,
-    LayoutError,
-    PlacementError,
-    WireError,
-)
-from weightcast.transfer.layout import (
-    LayoutNotes,
-    RankReport,
-    Region,
-    RegionTable,
-    TensorSpec,
-    TensorTable,
-)
+from weightcast.transfer.column_codec import decode_column, encode_column, is_descriptor, payload_bytes
+from weightcast.transfer.errors import InputError, LayoutError, PlacementError, WireError
+from weightcast.transfer.layout import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.wire import (

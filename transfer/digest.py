@@ -36,18 +36,15 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
+from weightcast.transfer.residues import PRIME, DigestArray
 
 __all__ = ["add", "digest", "digest_rows"]
 
-DigestArray = npt.NDArray[np.uint64]
-
-_PRIME = 2**32 - 5
 _BIAS = 0x9E3779
 _CONSTANT_BITS = 24
 _HALF_BITS = 12
@@ -91,8 +88,8 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
 
 def add(*digests: int) -> int:
     """The digest of a union of disjoint boxes from their digests; 0 for none."""
-    high = sum(one >> 32 for one in digests) % _PRIME
-    low = sum(one & 0xFFFFFFFF for one in digests) % _PRIME
+    high = sum(one >> 32 for one in digests) % PRIME
+    low = sum(one & 0xFFFFFFFF for one in digests) % PRIME
     return high << 32 | low
 
 
@@ -151,7 +148,7 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
         sums = _row_sums(words, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
             outer = weights.outer(position, cut[position + 1])
-            sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % _PRIME).sum(dim=-1) % _PRIME
+            sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
         total[:, cut[0]] += sums
     return total
 
@@ -210,7 +207,7 @@ class _Weights:
         if self._inner is None or self._inner[0] != cut:
             whole = self._constants(-1, cut)
             halves = torch.cat([whole >> _HALF_BITS, whole & (1 << _HALF_BITS) - 1]) if self._in_halves else whole
-            bias = whole.sum(dim=1, keepdim=True) % _PRIME * _BIAS
+            bias = whole.sum(dim=1, keepdim=True) % PRIME * _BIAS
             self._inner = (cut, _Inner(halves.to(torch.float64), bias))
         return self._inner[1]
 
@@ -226,13 +223,13 @@ def _row_sums(words: torch.Tensor, inner: _Inner) -> torch.Tensor:
     if words.dtype == torch.int64:
         weights = _constants(_WORD_DIMENSION, 0, 2, words.device).reshape(2, 2, *[1] * (words.ndim - 1))
         halves = [(words << 32 >> 32).to(torch.int32), (words >> 32).to(torch.int32)]
-        low, high = (_row_sums(half, inner) * weights[:, i] % _PRIME for i, half in enumerate(halves))
-        return (low + high) % _PRIME
+        low, high = (_row_sums(half, inner) * weights[:, i] % PRIME for i, half in enumerate(halves))
+        return (low + high) % PRIME
     rows = words.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, words.shape[-1])
     sums = _products(inner.columns, rows, _TILE[words.itemsize])
     if words.dtype == torch.int32:
-        sums = (sums[:2] % _PRIME << _HALF_BITS) + sums[2:]
-    return ((sums + inner.bias) % _PRIME).reshape(2, *words.shape[:-1])
+        sums = (sums[:2] % PRIME << _HALF_BITS) + sums[2:]
+    return ((sums + inner.bias) % PRIME).reshape(2, *words.shape[:-1])
 
 
 def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Tensor:
@@ -246,8 +243,8 @@ def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Ten
 
 def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
     """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
-    reduced = residues.cpu().numpy() % _PRIME
-    scaled = reduced.astype(np.uint64) * scale.astype(np.uint64) % np.uint64(_PRIME)
+    reduced = residues.cpu().numpy() % PRIME
+    scaled = reduced.astype(np.uint64) * scale.astype(np.uint64) % np.uint64(PRIME)
     return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
 
 
@@ -286,7 +283,7 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
     for dim in range(offset.shape[1]):
         single = (size[:, dim] == 1) & (ndim > dim)
         if single.any():
-            scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % _PRIME
+            scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % PRIME
     return scale
 
 

@@ -16,22 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.dtypes import NAMES
-from weightcast.transfer.frames import (
-    DEFAULT_MAX_BYTES,
-    FrameReader,
-    FrameWriter,
-    UInt64Array,
-)
-from weightcast.transfer.layout import (
-    NO_SLOT,
-    IntArray,
-    LayoutNotes,
-    RankReport,
-    RegionTable,
-    TensorTable,
-)
+from weightcast.transfer.frames import DEFAULT_MAX_BYTES, FrameReader, FrameWriter
+from weightcast.transfer.layout import NO_SLOT, IntArray, LayoutNotes, RankReport, RegionTable, TensorTable
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.residues import DigestArray
 
 __all__ = [
     "WIRE_VERSION",
@@ -60,13 +49,13 @@ class DigestReport:
     """Digests that one rank computed after an update, in columns.
 
     `instance` is None for a trainer rank. `cell` (k,) int64 are the cells of the plan's DigestRows, in the order of the
-    rank's rows; `digest` (k,) uint64 has two residues modulo 2^32, packed.
+    rank's rows; `digest` (k,) uint64 are two residues each, see residues.py.
     """
 
     instance: str | None
     rank: int
     cell: IntArray
-    digest: UInt64Array
+    digest: DigestArray
 
     def __len__(self) -> int:
         return int(self.cell.shape[0])
