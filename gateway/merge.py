@@ -4,7 +4,8 @@ Everything is joined by name and per instance; instances are never merged into o
 is kept: replicas of an expert, also two on one rank, are rows of their own, and nothing is keyed so that one hides
 another.
 
-    layout = merge_instance("rollout-0", reports, merge_trainer(trainer_reports).tensors.specs())
+    trainer = merge_trainer(trainer_reports)
+    layout = merge_instance("rollout-0", reports, trainer.tensors)
     plan_transfer(trainer.tables, {layout.name: layout.tables})
 """
 
@@ -21,7 +22,7 @@ from weightcast.gateway.experts import check_dispatch, check_slots, common_place
 from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
 from weightcast.transfer.coverage import describe_gaps
 from weightcast.transfer.errors import CoverageError, LayoutError
-from weightcast.transfer.layout import RankReport, RegionTable, TensorSpec, TensorTable
+from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
 from weightcast.transfer.names import summarize
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
@@ -106,7 +107,7 @@ def merge_trainer(reports: Sequence[RankReport]) -> TrainerLayout:
 
 
 def merge_instance(
-    instance: str, reports: Sequence[RankReport], catalog: Mapping[str, TensorSpec] | None = None
+    instance: str, reports: Sequence[RankReport], catalog: TensorTable | Mapping[str, TensorSpec] | None = None
 ) -> InstanceLayout:
     """The layout of one instance from the reports of its ranks in any order.
 
@@ -122,7 +123,7 @@ def merge_instance(
     tensors, regions = join_reports(side, ordered)
     placement = common_placement(side, ordered)
     layout = InstanceLayout(ordered, tensors, instance, placement)
-    gaps = [_gaps(side, tensors, regions), *_compare_catalog(layout, catalog or {})]
+    gaps = [_gaps(side, tensors, regions), *_compare_catalog(layout, catalog)]
     if any(gaps):
         raise CoverageError("; ".join(gap for gap in gaps if gap))
     if placement is not None:
@@ -146,23 +147,37 @@ def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:
     return f"{describe_gaps(tensors, cells, short)}: {where}"
 
 
-def _compare_catalog(layout: InstanceLayout, catalog: Mapping[str, TensorSpec]) -> list[str]:
+def _compare_catalog(layout: InstanceLayout, catalog: TensorTable | Mapping[str, TensorSpec] | None) -> list[str]:
     """Gaps between the trainer's tensors and the instance's, in words. Raises LayoutError for shapes that differ."""
-    if not catalog:
+    if catalog is None:
         return []
-    held = layout.tensors.specs()
-    for name, spec in held.items():
-        known = catalog.get(name)
-        if known is not None and known.shape != spec.shape:
-            raise LayoutError(
-                f"tensor {name!r} has shape {list(known.shape)} on the trainer and {list(spec.shape)} on {layout.name}"
-            )
+    known = catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
+    index = dict(zip(known.names, range(len(known)), strict=True))
+    held = layout.tensors
+    row = np.array([index.get(name, -1) for name in held.names], dtype=np.int64)
+    _compare_shapes(layout, known, np.flatnonzero(row >= 0), row[row >= 0])
+    here = np.zeros(len(known), dtype=bool)
+    here[row[row >= 0]] = True
     left_out = layout.left_out
-    missing = [name for name in catalog if name not in held and name not in left_out]
-    extra = [name for name in held if name not in catalog]
+    missing = [name for i in np.flatnonzero(~here).tolist() if (name := known.names[i]) not in left_out]
+    extra = [held.names[i] for i in np.flatnonzero(row < 0).tolist()]
     gaps = []
     if missing:
         gaps.append(f"{summarize(missing)}: on no rank of {layout.name}")
     if extra:
         gaps.append(f"{summarize(extra)}: on {layout.name}, but on no trainer rank, so it would never be updated")
     return gaps
+
+
+def _compare_shapes(layout: InstanceLayout, known: TensorTable, mine: IntArray, theirs: IntArray) -> None:
+    """Tensors `mine` of the instance have the shapes of `theirs` of the trainer."""
+    width = max(layout.tensors.width, known.width)
+    shape, other = pad_boxes(layout.tensors.shape[mine], width, 1), pad_boxes(known.shape[theirs], width, 1)
+    differs = (shape != other).any(axis=1) | (layout.tensors.ndim[mine] != known.ndim[theirs])
+    if differs.any():
+        at = int(differs.argmax())
+        row = int(mine[at])
+        raise LayoutError(
+            f"tensor {layout.tensors.names[row]!r} has shape {list(known.spec(int(theirs[at])).shape)} on the trainer "
+            f"and {list(layout.tensors.spec(row).shape)} on {layout.name}"
+        )

@@ -14,17 +14,15 @@ import numpy as np
 
 from weightcast.transfer.dtypes import dtype_name
 from weightcast.transfer.errors import DigestMismatchError, LayoutError
-from weightcast.transfer.frames import UInt64Array
 from weightcast.transfer.layout import NO_SLOT, IntArray
 from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
-from weightcast.transfer.residues import PRIME
+from weightcast.transfer.residues import DigestArray, add_runs, subtract
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["DigestCounts", "add_digests", "compare_digests"]
+__all__ = ["DigestCounts", "compare_digests"]
 
 _FENCED = "the version is not committed; fence the instance and update it in full"
 _SHOWN_PLACES = 4
-_LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +64,6 @@ def compare_digests(
     return _counts(held)
 
 
-def add_digests(digests: UInt64Array, start: IntArray) -> UInt64Array:
-    """Sums of runs of digests, each of the two packed residues modulo PRIME. Run i begins at start[i]; none is empty.
-
-    A run may have 2^32 digests before its sum leaves 64 bits.
-    """
-    if not len(start):
-        return np.zeros(0, dtype=np.uint64)
-    low = np.add.reduceat(digests & _LOW, start) % PRIME
-    high = np.add.reduceat(digests >> _HIGH, start) % PRIME
-    return (high << _HIGH) | low
-
-
 @dataclass(frozen=True, slots=True)
 class _Side:
     """The digest rows of one side with their digests, ordered by (tensor, dtype, cell), then as in the plan.
@@ -88,7 +74,7 @@ class _Side:
     plan: TransferPlan
     instance: str | None
     rows: DigestRows
-    digest: UInt64Array
+    digest: DigestArray
     first: IntArray
     slots: Mapping[int, IntArray] | None
 
@@ -171,7 +157,7 @@ def _sums(side: _Side) -> dict[tuple[int, int], int]:
     """Digest of each (tensor, dtype) of a side: one row of each cell added up."""
     rows = side.rows.take(side.first)
     start = _starts(rows.tensor, rows.dtype)
-    sums = add_digests(side.digest[side.first], start)
+    sums = add_runs(side.digest[side.first], start)
     keys = zip(rows.tensor[start].tolist(), rows.dtype[start].tolist(), strict=True)
     return dict(zip(keys, sums.tolist(), strict=True))
 
@@ -205,9 +191,7 @@ def _expected_of_cell(side: _Side, first: int, wanted: Mapping[tuple[int, int], 
         return None
     same = (r.tensor[side.first] == r.tensor[first]) & (r.dtype[side.first] == r.dtype[first])
     others = side.digest[side.first[same & (side.first != first)]]
-    low = (total - int((others & _LOW).sum())) & 0xFFFFFFFF
-    high = ((total >> 32) - int((others >> _HIGH).sum())) & 0xFFFFFFFF
-    return high << 32 | low
+    return subtract(total, int(add_runs(others, np.zeros(1, dtype=np.int64))[0]) if len(others) else 0)
 
 
 def _check_sums(sent: _Side, held: _Side, wanted: Mapping[tuple[int, int], int]) -> None:

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.dtypes import dtype_code
-from weightcast.transfer.layout import (
-    NO_SLOT,
-    IntArray,
-    LayoutNotes,
-    RankReport,
-    RegionTable,
-    TensorTable,
-)
+from weightcast.transfer.layout import NO_SLOT, IntArray, LayoutNotes, RankReport, RegionTable, TensorTable
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 
 PARTS = ("gate_proj", "up_proj", "down_proj")

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weightcast.transfer.expert_names import NONE, parse_names
+
+WORDS = ["layers", "experts", "xlayers", "0", "7", "12", "00", "123456789", "1234567890", "w", "é", "Ω", "\n", ""]
+PIECES = st.sampled_from(WORDS)
+NAMES = st.lists(st.lists(PIECES, max_size=7).map(".".join), max_size=6)
 
 
 def test_numbers_and_families() -> None:
@@ -23,4 +31,23 @@ def test_numbers_that_fit_no_column_are_no_numbers() -> None:
 
 
 def test_columns_are_int64() -> None:
-    assert all(column.dtype == np.int64 for column in parse_names(["a"]))
+    for names in ([], ["a"]):
+        assert all(column.dtype == np.int64 for column in parse_names(names))
+
+
+def reference(name: str, word: str) -> int:
+    found = re.search(rf"(?:^|(?<=\.)){word}\.([0-9]{{1,9}})(?=\.|$)", name.replace("\n", " "))
+    return int(found[1]) if found else NONE
+
+
+@settings(deadline=None)
+@given(NAMES)
+def test_as_a_pattern_would_find_them(names: list[str]) -> None:
+    parsed = parse_names(names)
+    assert parsed.layer.tolist() == [reference(name, "layers") for name in names]
+    assert parsed.expert.tolist() == [reference(name, "experts") for name in names]
+    number = re.compile(r"((?:^|(?<=\.))experts\.)[0-9]{1,9}(?=\.|$)")
+    taken_out = [number.sub(r"\1", name.replace("\n", " "), count=1) for name in names]
+    for i, one in enumerate(taken_out):
+        for j, other in enumerate(taken_out):
+            assert (parsed.family[i] == parsed.family[j]) == (one == other)

@@ -151,7 +151,7 @@ def test_missing_names_are_said_in_ranges() -> None:
 
 def test_names_the_trainer_lacks() -> None:
     held = report(0, 1, [whole("a"), whole("b")])
-    with pytest.raises(CoverageError, match="^b: on rollout-0, but on no trainer rank, so it would never be updated$"):
+    with pytest.raises(CoverageError, match=r"^b: on rollout-0, but on no trainer rank, so it would never be updated$"):
         merge_instance("rollout-0", [held], {"a": W})
 
 
@@ -238,9 +238,9 @@ OTHER_MAP = ExpertPlacement(np.array([[0, 1, 2, 3, 3, 0], [3, 2, 1, 0, 1, 0]]), 
         (lambda a, b: [a, cut(b, EXPERT.format(0, 3, "up_proj"), 1)],
          CoverageError, r"layers.0.mlp.experts.3.up_proj.weight': slot 1 of rank 1 of rollout-0 holds only a part"),
         (lambda a, b: [swap(a), b],
-         AgreementError, "rank 0 of rollout-0, layer 0, slot 1: the placement has expert 1 .*, the region has expert 0"),
+         AgreementError, "rank 0 of rollout-0, layer 0, slot 1: the placement has expert 1.*, the region has expert 0"),
         (lambda a, b: [a, rename(b, "layers.1.mlp.experts.1.", "layers.1.mlp.experts.2.")],
-         AgreementError, "rank 1 of rollout-0, layer 1, slot 2: the placement has expert 1 .*, the region has expert 2"),
+         AgreementError, "rank 1 of rollout-0, layer 1, slot 2: the placement has expert 1.*, the region has expert 2"),
         (lambda a, b: [a, rename(b, "experts.1.", "other.")],
          AgreementError, r"rank 1 of rollout-0, layer 1, slot 2: .* the region has no expert number"),
         (lambda a, b: [a, replace_map(b, OTHER_MAP)],
@@ -248,11 +248,11 @@ OTHER_MAP = ExpertPlacement(np.array([[0, 1, 2, 3, 3, 0], [3, 2, 1, 0, 1, 0]]), 
         (lambda a, b: [a, replace_map(b, ExpertPlacement(PAIR.physical_to_logical[:1], 4, 2))],
          LayoutError, "differs from that of rank 0: 1 layers and 2"),
         (lambda a, b: [replace_map(a, OTHER_MAP), replace_map(b, OTHER_MAP)],
-         AgreementError, "rank 1 of rollout-0, layer 1, slot 1: the placement has expert 1 .*, the region has expert 0"),
+         AgreementError, "rank 1 of rollout-0, layer 1, slot 1: the placement has expert 1.*, the region has expert 0"),
         (lambda a, b: [a, dataclasses.replace(a, rank=1)],
          CoverageError, "the experts of storage rank 1 of 2 are on no rank of rollout-0"),
         (lambda a, b: [replace_map(a, PAIR, 1), replace_map(b, PAIR, 0)],
-         AgreementError, "rank 0 of rollout-0, layer 0, slot 0: the placement has expert 3 .*, the region has expert 0"),
+         AgreementError, "rank 0 of rollout-0, layer 0, slot 0: the placement has expert 3.*, the region has expert 0"),
         (lambda a, b: [a, with_regions(b, lambda rs: [r._replace(slot=7 if r.slot == 2 else r.slot) for r in rs])],
          LayoutError, "rank 1 of rollout-0 has 3 slots, but a region of .* in slot 7"),
         (lambda a, b: [a, dataclasses.replace(b, placement=None)],
@@ -323,9 +323,9 @@ def test_experts_stacked_in_one_tensor() -> None:
         return dataclasses.replace(report(rank, 2, regions, spec), placement=RankPlacement(placement, rank, 3, 6))
 
     merge_instance("rollout-0", [stacked(0, [0, 1, 2]), stacked(1, [3, 3, 0])])
-    with pytest.raises(AgreementError, match="rank 1 of rollout-0, layer 0, slot 1: the placement has expert 3"):
+    with pytest.raises(AgreementError, match=r"rank 1 of rollout-0, layer 0, slot 1: the placement has expert 3"):
         merge_instance("rollout-0", [stacked(0, [0, 1, 2]), stacked(1, [3, 2, 0])])
-    with pytest.raises(CoverageError, match="layers 0, mlp.experts.down_proj: not in slot 2 of rank 1"):
+    with pytest.raises(CoverageError, match=r"layers 0, mlp.experts.down_proj: not in slot 2 of rank 1"):
         merge_instance("rollout-0", [stacked(0, [0, 1, 2]), stacked(1, [3, 3])])
 
 
@@ -349,7 +349,7 @@ def test_pipeline_stages_hold_different_layers() -> None:
     reports = [stage(found, layer) for layer in (0, 1) for found in (a, b)]
     assert merge_instance("rollout-0", reports).world_size == 4
     reports[3] = with_regions(reports[3], lambda rs: [r for r in rs if r.slot != 2])
-    with pytest.raises(CoverageError, match="1, experts 1, gate_proj/up_proj/down_proj: not in slot 2 of rank 1,3"):
+    with pytest.raises(CoverageError, match=r"layers 1, experts 1, .*: not in slot 2 of rank 1,3"):
         merge_instance("rollout-0", reports)
 
 

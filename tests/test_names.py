@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.transfer.names import number_ranges, summarize
@@ -66,6 +66,7 @@ def _expand(text: str) -> set[tuple[int, int, str]]:
     return found
 
 
+@settings(deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4), st.sampled_from(PARTS)), min_size=1))
 def test_summary_names_exactly_what_was_handed_in(chosen: set[tuple[int, int, str]]) -> None:
     names = (f"model.layers.{la}.mlp.experts.{e}.{p}.weight" for la, e, p in sorted(chosen))
@@ -73,6 +74,7 @@ def test_summary_names_exactly_what_was_handed_in(chosen: set[tuple[int, int, st
     assert _expand(text) == chosen
 
 
+@settings(deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=40))
 def test_what_does_not_fit_is_counted(chosen: set[tuple[int, int]]) -> None:
     text = summarize((f"model.layers.{la}.mlp.experts.{e}.w.weight" for la, e in sorted(chosen)), limit=60)

@@ -7,12 +7,16 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from weightcast.gateway.verify import DigestCounts, add_digests, compare_digests
+from weightcast.gateway.verify import DigestCounts, compare_digests
+from weightcast.transfer.digest import add
 from weightcast.transfer.dtypes import dtype_code
 from weightcast.transfer.errors import DigestMismatchError, LayoutError
 from weightcast.transfer.layout import TensorSpec, TensorTable
 from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan
+from weightcast.transfer.residues import PRIME, add_runs, subtract
 from weightcast.transfer.wire import DigestReport
 
 BF16, F32 = dtype_code("bfloat16"), dtype_code("float32")
@@ -66,7 +70,7 @@ def values_of(names: tuple[int, ...] = (0, 1, 2)) -> dict[int, np.ndarray]:
 def digest_of(grid: np.ndarray, offset: tuple[int, int], size: tuple[int, int]) -> int:
     cut = [int(v) for v in grid[offset[0] : offset[0] + size[0], offset[1] : offset[1] + size[1]].reshape(-1)]
     low, high = sum(v & 0xFFFFFFFF for v in cut), sum(v >> 32 for v in cut)
-    return (high & 0xFFFFFFFF) << 32 | low & 0xFFFFFFFF
+    return (high % PRIME) << 32 | low % PRIME
 
 
 def reports_of(index: int, values: dict[int, np.ndarray], rows: list[tuple] = ROWS) -> dict[int, DigestReport]:
@@ -113,9 +117,18 @@ def test_slots_are_not_needed() -> None:
     assert compare_digests(make_plan(ROWS), TRAINED, "rollout-0", HELD).slot_regions == 0
 
 
-def test_residues_do_not_carry_into_each_other() -> None:
-    digests = np.array([0xFFFFFFFF, 1, 0xFFFFFFFF_00000000, 0x00000001_00000000, 5], dtype=np.uint64)
-    assert add_digests(digests, np.array([0, 2, 4])).tolist() == [0, 0, 5]
+RESIDUES = st.integers(0, PRIME - 1)
+DIGESTS = st.builds(lambda high, low: high << 32 | low, RESIDUES, RESIDUES)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(DIGESTS, min_size=1, max_size=5), max_size=4))
+def test_runs_add_up_as_digests_do(runs: list[list[int]]) -> None:
+    start = np.cumsum([0, *map(len, runs)])[:-1]
+    summed = add_runs(np.array([d for run in runs for d in run], dtype=np.uint64), start)
+    assert summed.tolist() == [add(*run) for run in runs]
+    for run, total in zip(runs, summed.tolist(), strict=True):
+        assert subtract(total, add(*run[1:])) == run[0]
 
 
 @pytest.mark.parametrize(

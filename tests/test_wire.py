@@ -17,26 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_support import K2, TINY, moe_instance, moe_report, random_placement
 
-from weightcast.transfer.column_codec import (
-    decode_column,
-    encode_column,
-    is_descriptor,
-    payload_bytes,
-)
-from weightcast.transfer.errors import (
-    InputError,
-    LayoutError,
-    PlacementError,
-    WireError,
-)
-from weightcast.transfer.layout import (
-    LayoutNotes,
-    RankReport,
-    Region,
-    RegionTable,
-    TensorSpec,
-    TensorTable,
-)
+from weightcast.transfer.column_codec import decode_column, encode_column, is_descriptor, payload_bytes
+from weightcast.transfer.errors import InputError, LayoutError, PlacementError, WireError
+from weightcast.transfer.layout import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.wire import (
@@ -143,12 +126,25 @@ def test_a_part_comes_back() -> None:
     assert_same(decode_part(encode_part(small_part())), small_part())
 
 
+def test_a_trainer_part_comes_back() -> None:
+    part = small_part()
+    rows = ints(1)
+    digests = dataclasses.replace(part.digests.take(rows), instance=ints(TRAINER), rank=ints(2))
+    sends = part.operations.take(rows)
+    changes = {"is_trainer": True, "rank": 2, "operations": sends, "wire_dtype": ints(1), "digests": digests}
+    trainer = small_part(**changes)
+    assert_same(decode_part(encode_part(trainer)), trainer)
+    with pytest.raises(WireError, match="operation 0, which does not have this rank"):
+        decode_part(encode_part(dataclasses.replace(trainer, rank=0)))
+
+
 def test_digests_come_back() -> None:
     assert_same(decode_digests(encode_digests(small_digests())), small_digests())
     trainer = DigestReport(None, 0, ints(), np.empty(0, dtype=np.uint64))
     assert_same(decode_digests(encode_digests(trainer)), trainer)
 
 
+@settings(deadline=None)
 @given(
     st.lists(INT64)
     | st.lists(st.integers(-3, 300))
@@ -297,6 +293,7 @@ def test_damaged_frames(
         ({"offset__0": np.full(N, 1 << 62)}, LayoutError, "which is not inside shape"),
         ({"offset__0": np.full(N, -1)}, LayoutError, "which is not inside shape"),
         ({"size__0": np.full(N, (1 << 63) - 1)}, LayoutError, "which is not inside shape"),
+        ({"size__1": np.full(N, 0)}, WireError, "reaches into dimensions the tensor lacks"),
         ({"slot": np.full(N, -2)}, LayoutError, "has slot -2"),
         ({"slot": np.full(N - 1, 0)}, WireError, "entries in column slot, expected"),
         ({"layers": 5}, WireError, "5 layers do not divide"),
@@ -456,7 +453,7 @@ def test_mutated_headers_raise_nothing_else(draw: st.DataObject) -> None:
     for _ in range(draw.draw(st.integers(1, 3))):
         part = draw.draw(st.sampled_from([fields, columns]))
         name = draw.draw(st.sampled_from(sorted(part)))
-        if part is columns and isinstance(part[name], list) and draw.draw(st.booleans()):
+        if part is columns and isinstance(part[name], list) and part[name] and draw.draw(st.booleans()):
             part[name][draw.draw(st.integers(0, len(part[name]) - 1))] = draw.draw(HOSTILE)
         else:
             part[name] = draw.draw(HOSTILE)

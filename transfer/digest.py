@@ -1,29 +1,29 @@
 """Digests that do not depend on how a logical tensor is cut into boxes.
 
-    digest(whole, (0, 0)) == add(digest(top, (0, 0)), digest(bottom, (top.shape[0], 0)))
+    digest(whole, (0, 0)) == add(digest(top, (0, 0)), digest(bottom, (len(top), 0)))
 
-The digest of a box is, for each of two families of weights,
+The digest of a box is, in each of two families of weights, the residue modulo P of
 
-    sum over its elements of (word(element) + BIAS) * w(index)  modulo P,    w(index) = product over dimensions d of c(d, index[d])
+    sum over its elements of (word(element) + BIAS) * w(index),    w(index) = c(0, index[0]) * c(1, index[1]) * ...
 
-where `index` is the position in the *logical* tensor, `word` the element's bits read as a signed integer, c(d, i) a pseudo-random
-number in [1, 2^24] and P the prime 2^32 - 5. The two residues are joined into 64 bits. What follows from that:
+where `index` is the position in the *logical* tensor, `word` the element's bits as a signed integer, c(dimension, i) a
+pseudo-random number in [1, 2^24] and P the prime 2^32 - 5. The two residues are joined to 64 bits. From this follows:
 
-- A sum over elements adds up over any partition into boxes, in any memory layout. `add` adds residue by residue.
-- P is prime and larger than every c, so no weight is 0 modulo P. A flip of one bit changes a word by a power of two, which is
-  no multiple of P, and therefore changes both residues, always. So does any other change of one element of 8 or 16 bits.
-- Two indices of a dimension whose constants differ in either family cannot be swapped unseen unless the digests of the two slices
-  are equal. For a fixed change of a tensor of n dimensions, the share of choices of the constants for which both residues miss it
-  is at most (n / 2^24)^2 (Schwartz and Zippel: the change of a residue is a non-zero polynomial of degree n in the constants).
-  Odd weights modulo 2^32 would not give that: a swap of two float32 numbers that differ in sign is invisible to them.
-- BIAS is there so that zeros are not the same as nothing: it keeps word + BIAS from 0 for 8 and 16 bits.
+- The digests of the boxes of any partition add up, whatever their memory layout. `add` adds residue by residue.
+- No weight is 0 modulo P, because P is prime and larger than every c. A flipped bit changes a word by a power of two,
+  which is no multiple of P, so it changes both residues, always. So does any change of one element of 8 or 16 bits.
+- Swapping two unequal elements along one dimension changes a residue unless both indices have the same constant in
+  that family; no two of the first 2^20 indices of a dimension have it in both (a test looks). Of all choices of
+  constants, a given change of a tensor with n dimensions is missed by at most (n / 2^24)^2 (Schwartz and Zippel: the
+  change of a residue is a polynomial of degree n in the constants, and not zero). Odd weights modulo 2^32 have no such
+  bound: two float32 numbers that differ only in sign could be swapped unseen.
+- BIAS tells zeros from nothing: word + BIAS is never 0 for words of 8 and 16 bits.
 
-Bits count, not values: -0.0 is not 0.0, and each NaN is itself. Elements of 64 bits are two words of 32 with a weight each.
+Bits count, not values: -0.0 is not 0.0 and every NaN is itself. An element of 64 bits is two words, each with a weight.
 
-Speed. Words and constants are small enough that a matrix product in float64 is exact: a word of 16 bits times a constant of 24,
-summed over 8192 elements, stays below 2^53, and so do 32-bit words times constants in two halves over 1024 elements. So the
-inner dimension is a matrix product with the constants, on CPU and GPU by the same code, and only one number per row is left to be
-reduced in integers. Exact integers are the same in any order of summation, on any device.
+Speed: a word of 16 bits times a constant of 24, summed over 8192 elements, stays within 2^53, and so do words of 32
+bits times the halves of constants over 1024 elements. So the sum over the inner dimension is a matrix product in
+float64, exact in any order and on any device, and only one number per row remains to be reduced in integers.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
-from weightcast.transfer.residues import PRIME
+from weightcast.transfer.residues import PRIME, DigestArray
 
 __all__ = ["add", "digest", "digest_rows"]
-
-DigestArray = npt.NDArray[np.uint64]
 
 _BIAS = 0x9E3779
 _CONSTANT_BITS = 24
@@ -56,11 +54,14 @@ _TILE = {1: 1 << 13, 2: 1 << 13, 4: 1 << 10}
 """Elements of 1, 2 and 4 bytes whose sum of products stays exact in float64."""
 _WORD_DIMENSION = 1 << 16
 """A dimension past any real one, whose constants weigh the two words of a 64-bit element."""
+_NO_DIMENSION = -1
+"""Stands for the dimensions of a box of one element; its constant is 1."""
 
 _CHUNK = 1 << 14
 _CHUNKS_KEPT = 64
-_BLOCK = 1 << 19
-"""Elements taken at once, at 8 bytes of temporary memory each."""
+_BLOCK = {"cpu": 1 << 19}
+_BLOCK_ELSEWHERE = 1 << 21
+"""Elements taken at once, at 8 bytes of temporary memory each. Few fit a CPU's caches; many hide a GPU's launches."""
 _NARROW = 64
 """An inner dimension shorter than this leaves many rows to reduce in integers, which is slower."""
 
@@ -68,16 +69,17 @@ _NARROW = 64
 def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None = None) -> int:
     """The digest of the box at `offset` of a logical tensor whose memory is `view`: 64 bits, not negative.
 
-    `view` may have any strides and lie on any device; `offset` has one number per dimension, none for 0 dimensions. With
-    `dtype` the values are digested as `view.to(dtype)` has them, but that copy is never made as a whole: temporary memory
-    is bounded at some MiB. An empty box has digest 0. Raises LayoutError for an offset that does not fit the view and for
-    dtypes that weightcast does not move.
+    `view` may have any strides and lie on any device; `offset` has one number per dimension. With `dtype` the values
+    are digested as `view.to(dtype)` has them, but that copy is never made as a whole: temporary memory is bounded at
+    some MiB. An empty box has digest 0. Raises LayoutError for an offset that does not fit the view, and for dtypes
+    that weightcast does not move.
+
+    Which NaN a cast makes of a NaN is up to torch: on CPU `to` and `copy_` into a view with gaps do not agree. Whoever
+    sends a cast box has to send what `to` gives.
     """
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
-        raise LayoutError(
-            f"offset {list(offset)} does not fit a box of size {list(size)}: expected {len(size)} numbers >= 0"
-        )
+        raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
     residues = _residues(view[None], offset, dtype)
     where = np.array([offset], dtype=np.int64).reshape(1, len(size))
     scale = _scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
@@ -96,14 +98,15 @@ def digest_rows(
 ) -> DigestArray:
     """(k,) digests of k boxes of a rank, as `digest(layout.box_view(...), offset, dtype)` gives them one by one.
 
-    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of their
-    logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as the slots of
-    an expert parameter, are digested together, and the device is waited for once.
+    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
+    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as
+    the slots of an expert parameter, are digested together, and the device is waited for once.
     """
     boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes)
     found: list[tuple[IntArray, torch.Tensor]] = []
     for members in boxes.alike():
-        for some in boxes.stacks(members):
+        limit = _block_limit(layout.memory.bases[int(boxes.base[members[0]])].device)
+        for some in boxes.stacks(members, limit):
             target = to_torch(dtype_name(int(dtypes[some[0]])))
             found.append((some, _residues(boxes.stacked(layout, some), boxes.offset[some[0]].tolist(), target)))
     digests = np.zeros(len(rows), dtype=np.uint64)
@@ -130,19 +133,23 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
     total = torch.zeros((2, boxes.shape[0]), dtype=torch.int64, device=boxes.device)
     if boxes.numel() == 0:
         return total
-    wide = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
-    constants = [_constants(d, offset[d], boxes.shape[d + 1], boxes.device) for d in wide]
-    values = boxes.squeeze(tuple(d for d in range(1, boxes.ndim) if boxes.shape[d] == 1))
-    if wide:
+    dims = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
+    values = boxes.squeeze([d for d in range(1, boxes.ndim) if boxes.shape[d] == 1])
+    if dims:
         inner = _inner_dimension(values)
         values = values.movedim(inner, -1)
-        constants.append(constants.pop(inner - 1))
+        dims.append(dims.pop(inner - 1))
+        weights = _Weights(tuple((d, offset[d]) for d in dims), boxes.device, target.itemsize)
     else:
         values = values[:, None]
-        constants.append(torch.ones((2, 1), dtype=torch.int64, device=boxes.device))
-    for cut in _blocks(tuple(values.shape)):
+        weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
+    for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
         words = values[cut].to(target).view(_WORDS[target.itemsize])
-        total[:, cut[0]] += _block_sums(words, [c[:, part] for c, part in zip(constants, cut[1:], strict=True)])
+        sums = _row_sums(words, weights.inner(cut[-1]))
+        for position in reversed(range(len(cut) - 2)):
+            outer = weights.outer(position, cut[position + 1])
+            sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
+        total[:, cut[0]] += sums
     return total
 
 
@@ -153,61 +160,91 @@ def _inner_dimension(values: torch.Tensor) -> int:
     return min(long, key=values.stride) if long else max(dims, key=lambda d: int(values.shape[d]))
 
 
-def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Cuts a box into boxes of at most _BLOCK elements, each a range of one dimension with those after it whole."""
+def _block_limit(device: torch.device) -> int:
+    return _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
+
+
+def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a box into boxes of at most `limit` elements, each a range of one dimension with those after it whole."""
     dim = 0
-    while prod(shape[dim + 1 :]) > _BLOCK:
+    while prod(shape[dim + 1 :]) > limit:
         dim += 1
-    step = _BLOCK // prod(shape[dim + 1 :])
-    whole = [slice(None)] * (len(shape) - dim - 1)
+    step = limit // prod(shape[dim + 1 :])
+    whole = [slice(0, size) for size in shape[dim + 1 :]]
     for index in product(*map(range, shape[:dim])):
         single = [slice(i, i + 1) for i in index]
         for start in range(0, shape[dim], step):
-            yield (*single, slice(start, start + step), *whole)
+            yield (*single, slice(start, min(start + step, shape[dim])), *whole)
 
 
-def _block_sums(words: torch.Tensor, constants: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(n, *outer, inner) words with (2, size) constants for each dimension but the first -> (2, n) residues."""
-    *outer, inner = constants
-    sums = _row_sums(words, inner)
-    for size_constants in reversed(outer):
-        weighed = sums * size_constants.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME
-        sums = weighed.sum(dim=-1) % PRIME
-    return sums
+class _Inner(NamedTuple):
+    """What the inner dimension is multiplied with: (2 or 4, size) float64 `columns`, and what BIAS adds to each row."""
+
+    columns: torch.Tensor
+    bias: torch.Tensor
 
 
-def _row_sums(words: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """(..., inner) words and (2, inner) constants -> (2, ...) residues of sum((word + BIAS) * constant)."""
+class _Weights:
+    """The constants of the dimensions of one call, made for the ranges asked for and kept until others are asked for.
+
+    `dims` are (dimension, offset of the box) pairs, the inner one last.
+    """
+
+    def __init__(self, dims: tuple[tuple[int, int], ...], device: torch.device, itemsize: int) -> None:
+        self._dims, self._device, self._in_halves = dims, device, itemsize >= 4
+        self._outer: dict[int, tuple[slice, torch.Tensor]] = {}
+        self._inner: tuple[slice, _Inner] | None = None
+
+    def outer(self, position: int, cut: slice) -> torch.Tensor:
+        """(2, size) int64 constants of a range of the outer dimension at `position`."""
+        kept = self._outer.get(position)
+        if kept is None or kept[0] != cut:
+            kept = self._outer[position] = (cut, self._constants(position, cut))
+        return kept[1]
+
+    def inner(self, cut: slice) -> _Inner:
+        """The columns of a range of the inner dimension; for 32-bit words the constants in two halves."""
+        if self._inner is None or self._inner[0] != cut:
+            whole = self._constants(-1, cut)
+            halves = torch.cat([whole >> _HALF_BITS, whole & (1 << _HALF_BITS) - 1]) if self._in_halves else whole
+            bias = whole.sum(dim=1, keepdim=True) % PRIME * _BIAS
+            self._inner = (cut, _Inner(halves.to(torch.float64), bias))
+        return self._inner[1]
+
+    def _constants(self, position: int, cut: slice) -> torch.Tensor:
+        dim, offset = self._dims[position]
+        if dim == _NO_DIMENSION:
+            return torch.ones((2, 1), dtype=torch.int64, device=self._device)
+        return _constants(dim, offset + cut.start, cut.stop - cut.start, self._device)
+
+
+def _row_sums(words: torch.Tensor, inner: _Inner) -> torch.Tensor:
+    """(..., size) words -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
     if words.dtype == torch.int64:
-        low, high = (words << 32) >> 32, words >> 32
         weights = _constants(_WORD_DIMENSION, 0, 2, words.device).reshape(2, 2, *[1] * (words.ndim - 1))
-        sums = [_row_sums(half.to(torch.int32), constants) for half in (low, high)]
-        return (sums[0] * weights[:, 0] % PRIME + sums[1] * weights[:, 1] % PRIME) % PRIME
+        halves = [(words << 32 >> 32).to(torch.int32), (words >> 32).to(torch.int32)]
+        low, high = (_row_sums(half, inner) * weights[:, i] % PRIME for i, half in enumerate(halves))
+        return (low + high) % PRIME
     rows = words.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, words.shape[-1])
+    sums = _products(inner.columns, rows, _TILE[words.itemsize])
     if words.dtype == torch.int32:
-        halves = torch.cat([constants >> _HALF_BITS, constants & (1 << _HALF_BITS) - 1])
-        products = _products(halves, rows, _TILE[4])
-        sums_of_words = (products[:2] % PRIME << _HALF_BITS) + products[2:]
-    else:
-        sums_of_words = _products(constants, rows, _TILE[words.itemsize])
-    bias = constants.sum(dim=1, keepdim=True) % PRIME * _BIAS
-    return ((sums_of_words + bias) % PRIME).reshape(2, *words.shape[:-1])
+        sums = (sums[:2] % PRIME << _HALF_BITS) + sums[2:]
+    return ((sums + inner.bias) % PRIME).reshape(2, *words.shape[:-1])
 
 
 def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Tensor:
-    """(f, inner) integers times (r, inner) integers in float64 -> (f, r) int64, exact."""
-    columns = columns.to(torch.float64)
+    """(f, size) integers times (r, size) integers, both as float64 -> (f, r) int64, exact."""
+    size = rows.shape[1]
     parts = [
-        torch.mm(columns[:, a : a + tile], rows[:, a : a + tile].t()).to(torch.int64)
-        for a in range(0, rows.shape[1], tile)
+        torch.mm(columns[:, a : a + tile], rows[:, a : a + tile].t()).to(torch.int64) for a in range(0, size, tile)
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
 
 
 def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
     """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
-    reduced = (residues % PRIME).cpu().numpy().astype(np.uint64)
-    scaled = reduced * scale.astype(np.uint64) % np.uint64(PRIME)
+    reduced = residues.cpu().numpy() % PRIME
+    scaled = reduced.astype(np.uint64) * scale.astype(np.uint64) % np.uint64(PRIME)
     return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
 
 
@@ -245,7 +282,8 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
     scale = np.ones((2, offset.shape[0]), dtype=np.int64)
     for dim in range(offset.shape[1]):
         single = (size[:, dim] == 1) & (ndim > dim)
-        scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % PRIME
+        if single.any():
+            scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % PRIME
     return scale
 
 
@@ -283,9 +321,9 @@ class _Boxes:
         order = np.lexsort((self.start, group.ravel()))
         return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
 
-    def stacks(self, members: IntArray) -> list[IntArray]:
-        """A group in runs of at most _BLOCK elements together, or single boxes."""
-        step = max(1, _BLOCK // max(1, int(self.size[members[0]].prod())))
+    def stacks(self, members: IntArray, limit: int) -> list[IntArray]:
+        """A group in runs of at most `limit` elements together, or single boxes."""
+        step = max(1, limit // max(1, int(self.size[members[0]].prod())))
         return [members[i : i + step] for i in range(0, len(members), step)]
 
     def stacked(self, layout: RankLayout, members: IntArray) -> torch.Tensor:

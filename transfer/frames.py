@@ -33,9 +33,7 @@ from weightcast.transfer.column_codec import (
 from weightcast.transfer.errors import WireError
 from weightcast.transfer.layout import IntArray
 
-__all__ = ["DEFAULT_MAX_BYTES", "MAX_HEADER_BYTES", "MAX_WIDTH", "FrameReader", "FrameWriter", "UInt64Array"]
-
-UInt64Array = npt.NDArray[np.uint64]
+__all__ = ["DEFAULT_MAX_BYTES", "MAX_HEADER_BYTES", "MAX_WIDTH", "FrameReader", "FrameWriter"]
 
 DEFAULT_MAX_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 10
@@ -73,7 +71,7 @@ class FrameWriter:
         for d in range(values.shape[1]):
             self.column(f"{name}.{d}", values[:, d])
 
-    def words(self, name: str, values: UInt64Array) -> None:
+    def words(self, name: str, values: npt.NDArray[np.uint64]) -> None:
         """(n,) uint64 without any regularity, as they are."""
         descriptor, raw = encode_words(values)
         self._columns[name] = descriptor
@@ -255,7 +253,7 @@ class FrameReader:
         # Each column is checked against the limits before the matrix is allocated.
         return np.stack([self.column(f"{name}.{d}", count) for d in range(width)], axis=1)
 
-    def words(self, name: str, count: int) -> UInt64Array:
+    def words(self, name: str, count: int) -> npt.NDArray[np.uint64]:
         """(count,) uint64."""
         descriptor, raw = self._take(name, count, 8 * count)
         if not is_words(descriptor):

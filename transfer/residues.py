@@ -1,8 +1,39 @@
-"""The field that digests are sums in; apart from `digest`, so that the gateway adds them up without torch."""
+"""How digests add up, without torch: `weightcast.transfer.digest` makes them, the gateway adds and compares them.
+
+A digest is 64 bits, two residues modulo PRIME, the first in the high half. Digests of disjoint boxes add residue by
+residue to the digest of their union.
+"""
 
 from __future__ import annotations
 
-__all__ = ["PRIME"]
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from weightcast.transfer.layout import IntArray
+
+__all__ = ["PRIME", "DigestArray", "add_runs", "subtract"]
+
+DigestArray: TypeAlias = npt.NDArray[np.uint64]
 
 PRIME = 2**32 - 5
-"""The largest prime below 2^32: both residues of a digest are modulo it."""
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def add_runs(digests: DigestArray, start: IntArray) -> DigestArray:
+    """Sums of runs of digests: run i begins at start[i] and ends where the next begins; none is empty."""
+    if not len(start):
+        return np.empty(0, dtype=np.uint64)
+    # Sums of fewer than 2^32 halves stay within 64 bits.
+    low = np.add.reduceat(digests & _LOW, start) % np.uint64(PRIME)
+    high = np.add.reduceat(digests >> _HALF, start) % np.uint64(PRIME)
+    return np.asarray((high << _HALF) | low)
+
+
+def subtract(total: int, part: int) -> int:
+    """The digest of what is left of a box without a part of it."""
+    high = ((total >> 32) - (part >> 32)) % PRIME
+    low = ((total & 0xFFFFFFFF) - (part & 0xFFFFFFFF)) % PRIME
+    return high << 32 | low

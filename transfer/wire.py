@@ -16,22 +16,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.dtypes import NAMES
-from weightcast.transfer.frames import (
-    DEFAULT_MAX_BYTES,
-    FrameReader,
-    FrameWriter,
-    UInt64Array,
-)
-from weightcast.transfer.layout import (
-    NO_SLOT,
-    IntArray,
-    LayoutNotes,
-    RankReport,
-    RegionTable,
-    TensorTable,
-)
+from weightcast.transfer.frames import DEFAULT_MAX_BYTES, FrameReader, FrameWriter
+from weightcast.transfer.layout import IntArray, LayoutNotes, RankReport, RegionTable, TensorTable
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.residues import DigestArray
+from weightcast.transfer.wire_tables import (
+    check_boxes,
+    check_padding,
+    check_range,
+    check_sum,
+    read_tensors,
+    write_tensors,
+)
 
 __all__ = [
     "WIRE_VERSION",
@@ -51,7 +48,6 @@ _REPORT, _PART, _DIGESTS = 1, 2, 3
 
 _MAX_RANKS = 1 << 20
 _MAX_COUNT = (1 << 62) - 1
-_MAX_TENSOR_ELEMENTS = 1 << 48
 _MAX_NOTED_BYTES = 1 << 60
 
 
@@ -60,13 +56,13 @@ class DigestReport:
     """Digests that one rank computed after an update, in columns.
 
     `instance` is None for a trainer rank. `cell` (k,) int64 are the cells of the plan's DigestRows, in the order of the
-    rank's rows; `digest` (k,) uint64 has two residues modulo `residues.PRIME`, packed.
+    rank's rows; `digest` (k,) uint64 are two residues each, see residues.py.
     """
 
     instance: str | None
     rank: int
     cell: IntArray
-    digest: UInt64Array
+    digest: DigestArray
 
     def __len__(self) -> int:
         return int(self.cell.shape[0])
@@ -78,7 +74,7 @@ def encode_report(report: RankReport) -> bytes:
     w.field("rank", report.rank)
     w.field("world_size", report.world_size)
     w.strings("host", (report.host,))
-    _write_tensors(w, report.table.tensors)
+    write_tensors(w, report.table.tensors)
     w.column("tensor", report.table.tensor)
     w.matrix("offset", report.table.offset)
     w.matrix("size", report.table.size)
@@ -97,7 +93,7 @@ def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankRep
     world_size = r.integer("world_size", 1, _MAX_RANKS)
     rank = r.integer("rank", 0, world_size - 1)
     host = _read_one_text(r, "host")
-    tensors = _read_tensors(r)
+    tensors = read_tensors(r)
     count = r.count("tensor")
     table = RegionTable(
         tensors,
@@ -107,8 +103,8 @@ def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankRep
         r.column("slot", count),
     )
     table.validate()
-    _check_padding(r, tensors, table.tensor, table.offset, table.size)
-    _check_sum(r, table.size.prod(axis=1), "regions")
+    check_padding(r, tensors, table.tensor, table.offset, table.size)
+    check_sum(r, table.size.prod(axis=1), "regions")
     report = RankReport(rank, world_size, host, table, _read_placement(r), _read_notes(r))
     r.finish()
     return report
@@ -122,7 +118,7 @@ def encode_part(part: RankPart) -> bytes:
     for name in ("instance_index", "is_trainer", "rank", "instance_ranks", "bucket_bytes"):
         w.field(name, getattr(part, name))
     w.column("trainer_ranks", np.array(part.trainer_ranks, dtype=np.int64))
-    _write_tensors(w, part.tensors)
+    write_tensors(w, part.tensors)
     for name in _OPERATION_COLUMNS:
         w.column(f"operations.{name}", getattr(part.operations, name))
     for name in _DIGEST_COLUMNS:
@@ -146,14 +142,14 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     r = FrameReader(data, version=WIRE_VERSION, kind=_PART, what="part of a plan", max_bytes=max_bytes)
     instance = _read_one_text(r, "instance")
     trainer_ranks = r.column("trainer_ranks", r.count("trainer_ranks"))
-    _check_range(r, "trainer_ranks", trainer_ranks, 0, _MAX_RANKS)
+    check_range(r, "trainer_ranks", trainer_ranks, 0, _MAX_RANKS)
     if (np.diff(trainer_ranks) <= 0).any():
         raise r.error("lists trainer ranks that do not ascend")
     is_trainer, instance_ranks = r.flag("is_trainer"), r.integer("instance_ranks", 1, _MAX_RANKS)
-    tensors = _read_tensors(r)
+    tensors = read_tensors(r)
     operations = _read_operations(r, tensors)
     wire_dtype = r.column("wire_dtype", len(operations))
-    _check_range(r, "wire_dtype", wire_dtype, 0, len(NAMES) - 1)
+    check_range(r, "wire_dtype", wire_dtype, 0, len(NAMES) - 1)
     part = RankPart(
         instance=instance,
         instance_index=r.integer("instance_index", 0, _MAX_RANKS),
@@ -191,7 +187,7 @@ def decode_digests(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Digest
         r.strings("instance")
     count = r.count("cell")
     cell = r.column("cell", count)
-    _check_range(r, "cell", cell, 0, _MAX_COUNT)
+    check_range(r, "cell", cell, 0, _MAX_COUNT)
     report = DigestReport(instance, r.integer("rank", 0, _MAX_RANKS), cell, r.words("digest", count))
     r.finish()
     return report
@@ -202,79 +198,6 @@ def _read_one_text(r: FrameReader, name: str) -> str:
     if len(found) != 1:
         raise r.error(f"has {len(found)} texts in {name}, expected 1")
     return found[0]
-
-
-def _check_range(r: FrameReader, name: str, values: IntArray, low: int, high: int) -> None:
-    bad = (values < low) | (values > high)
-    if bad.any():
-        row = int(bad.argmax())
-        raise r.error(f"has {name} {int(values[row])} in row {row}, expected {low}..{high}")
-
-
-def _check_sum(r: FrameReader, elements: IntArray, what: str) -> None:
-    # Summed in floating point, which cannot wrap around; 2^59 elements of 8 bytes stay well inside int64.
-    if float(elements.sum(dtype=np.float64)) > 2.0**59:
-        raise r.error(f"has {what} of more elements together than 64 bits can count in bytes")
-
-
-def _write_tensors(w: FrameWriter, tensors: TensorTable) -> None:
-    w.strings("names", tensors.names)
-    w.matrix("shape", tensors.shape)
-    w.column("ndim", tensors.ndim)
-    w.column("tensor_dtype", tensors.dtype)
-
-
-def _read_tensors(r: FrameReader) -> TensorTable:
-    names = r.strings("names")
-    count, width = len(names), r.width("shape")
-    if len(set(names)) != count:
-        raise r.error(f"names tensor {_first_repeated(names)!r:.200} twice")
-    shape, ndim = r.matrix("shape", count, width), r.column("ndim", count)
-    tensors = TensorTable(names, shape, ndim, r.column("tensor_dtype", count))
-    _check_range(r, "ndim", tensors.ndim, 0, width)
-    _check_range(r, "dtype code", tensors.dtype, 0, len(NAMES) - 1)
-    rows = np.arange(count)
-    _check_padding(r, tensors, rows, np.zeros_like(tensors.shape), tensors.shape)
-    if (tensors.shape < 0).any():
-        row = int((tensors.shape < 0).any(axis=1).argmax())
-        raise r.error(f"has shape {tensors.shape[row].tolist()} of tensor {names[row]!r:.200}, which is negative")
-    _check_elements(r, tensors)
-    return tensors
-
-
-def _first_repeated(names: tuple[str, ...]) -> str:
-    seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-
-
-def _check_elements(r: FrameReader, tensors: TensorTable) -> None:
-    """Number of elements of each tensor and of all together, without ever forming a product that could wrap around."""
-    elements = np.ones(len(tensors), dtype=np.int64)
-    for dimension in np.maximum(tensors.shape, 1).T:
-        over = elements > _MAX_TENSOR_ELEMENTS // dimension
-        if over.any():
-            row = int(over.argmax())
-            name = tensors.names[row]
-            raise r.error(f"has shape {tensors.shape[row].tolist()} of tensor {name!r:.200}, which is too large")
-        elements = elements * dimension
-    _check_sum(r, elements, "tensors")
-
-
-def _check_padding(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
-    """Dimensions that a tensor lacks have offset 0 and size 1."""
-    lacking = np.arange(tensors.width)[None, :] >= tensors.ndim[tensor][:, None]
-    bad = lacking & ((offset != 0) | (size != 1))
-    if bad.any():
-        row = int(bad.any(axis=1).argmax())
-        name = tensors.names[int(tensor[row])]
-        raise r.error(f"has a box of {name!r:.200} in row {row} that reaches into dimensions the tensor lacks")
-
-
-def _check_boxes(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
-    """Tensor rows in range, boxes inside their tensors. The same checks as for the regions of a report."""
-    RegionTable(tensors, tensor, offset, size, np.full(len(tensor), NO_SLOT, dtype=np.int64)).validate()
-    _check_padding(r, tensors, tensor, offset, size)
-    _check_sum(r, size.prod(axis=1), "boxes")
 
 
 def _write_placement(w: FrameWriter, placement: RankPlacement | None) -> None:
@@ -326,7 +249,7 @@ def _read_notes(r: FrameReader) -> LayoutNotes:
     if len(left_out) != len(reasons):
         raise r.error(f"leaves out {len(left_out)} tensors with {len(reasons)} reasons")
     dispatch = r.matrix("dispatch", r.count("dispatch.0"), 3)
-    _check_range(r, "dispatch entry", dispatch.reshape(-1), 0, _MAX_COUNT)
+    check_range(r, "dispatch entry", dispatch.reshape(-1), 0, _MAX_COUNT)
     parameter_bytes = r.integer("parameter_bytes", 0, _MAX_NOTED_BYTES)
     return LayoutNotes(
         parameter_bytes=parameter_bytes,
@@ -342,13 +265,13 @@ def _read_operations(r: FrameReader, tensors: TensorTable) -> Operations:
     count = r.count("operations.kind")
     read = {name: r.column(f"operations.{name}", count) for name in _OPERATION_COLUMNS}
     boxes = {name: r.matrix(f"operations.{name}", count, tensors.width) for name in ("offset", "size")}
-    _check_range(r, "kind", read["kind"], min(Kind), max(Kind))
-    _check_range(r, "src_instance", read["src_instance"], TRAINER, _MAX_RANKS)
+    check_range(r, "kind", read["kind"], min(Kind), max(Kind))
+    check_range(r, "src_instance", read["src_instance"], TRAINER, _MAX_RANKS)
     for name in ("src_rank", "instance", "dst_rank"):
-        _check_range(r, name, read[name], 0, _MAX_RANKS)
+        check_range(r, name, read[name], 0, _MAX_RANKS)
     for name in ("src_region", "dst_region"):
-        _check_range(r, name, read[name], 0, _MAX_COUNT)
-    _check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
+        check_range(r, name, read[name], 0, _MAX_COUNT)
+    check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
     return Operations(**read, **boxes)
 
 
@@ -356,12 +279,12 @@ def _read_digest_rows(r: FrameReader, tensors: TensorTable) -> DigestRows:
     count = r.count("digests.cell")
     read = {name: r.column(f"digests.{name}", count) for name in _DIGEST_COLUMNS}
     boxes = {name: r.matrix(f"digests.{name}", count, tensors.width) for name in ("offset", "size")}
-    _check_range(r, "instance of digests", read["instance"], TRAINER, _MAX_RANKS)
-    _check_range(r, "rank of digests", read["rank"], 0, _MAX_RANKS)
-    _check_range(r, "dtype of digests", read["dtype"], 0, len(NAMES) - 1)
+    check_range(r, "instance of digests", read["instance"], TRAINER, _MAX_RANKS)
+    check_range(r, "rank of digests", read["rank"], 0, _MAX_RANKS)
+    check_range(r, "dtype of digests", read["dtype"], 0, len(NAMES) - 1)
     for name in ("region", "cell"):
-        _check_range(r, f"{name} of digests", read[name], 0, _MAX_COUNT)
-    _check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
+        check_range(r, f"{name} of digests", read[name], 0, _MAX_COUNT)
+    check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
     return DigestRows(**read, **boxes)
 
 
@@ -388,5 +311,3 @@ def _check_part(r: FrameReader, part: RankPart) -> None:
     foreign = (d.instance != (TRAINER if part.is_trainer else index)) | (d.rank != me)
     if foreign.any():
         raise r.error(f"for rank {me} has digest row {int(foreign.argmax())} of another rank")
-
-
