@@ -62,6 +62,8 @@ _CHUNKS_KEPT = 64
 _BLOCK = {"cpu": 1 << 19}
 _BLOCK_ELSEWHERE = 1 << 21
 """Elements taken at once, at 8 bytes of temporary memory each. Few fit a CPU's caches; many hide a GPU's launches."""
+_LONGEST = 1 << 16
+"""Elements of the inner dimension taken at once: their constants need up to 64 bytes each while they are made."""
 _NARROW = 64
 """An inner dimension shorter than this leaves many rows to reduce in integers, which is slower."""
 
@@ -165,6 +167,15 @@ def _block_limit(device: torch.device) -> int:
 
 
 def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a box into boxes of at most `limit` elements and _LONGEST along the inner dimension."""
+    *outer, size = shape
+    for start in range(0, size, _LONGEST):
+        inner = slice(start, min(start + _LONGEST, size))
+        for cut in _outer_blocks(outer, max(1, limit // (inner.stop - inner.start))):
+            yield *cut, inner
+
+
+def _outer_blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
     """Cuts a box into boxes of at most `limit` elements, each a range of one dimension with those after it whole."""
     dim = 0
     while prod(shape[dim + 1 :]) > limit:
