@@ -6,8 +6,11 @@ part is valid only for that table: it carries the table's fingerprint.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
 
 from weightcast.transfer.layout import IntArray, TensorTable
 
@@ -15,6 +18,13 @@ __all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "TransferP
 
 TRAINER = -1
 """Value of an instance column that means the trainer."""
+
+
+def take_rows(columns: Sequence[IntArray], rows: IntArray) -> list[IntArray]:
+    """The rows (indices or a mask) of each column. np.take is several times faster than indexing for (n, D) columns."""
+    if rows.dtype == np.bool_:
+        rows = np.flatnonzero(rows)
+    return [np.take(column, rows, axis=0) for column in columns]
 
 
 class Kind(IntEnum):
@@ -54,7 +64,7 @@ class Operations:
 
     def take(self, rows: IntArray) -> Operations:
         """The operations at `rows` (indices or a mask), in that order."""
-        return Operations(*(getattr(self, name)[rows] for name in self.__slots__))
+        return Operations(*take_rows([getattr(self, name) for name in self.__slots__], rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +91,7 @@ class DigestRows:
 
     def take(self, rows: IntArray) -> DigestRows:
         """The rows at `rows` (indices or a mask), in that order."""
-        return DigestRows(*(getattr(self, name)[rows] for name in self.__slots__))
+        return DigestRows(*take_rows([getattr(self, name) for name in self.__slots__], rows))
 
 
 @dataclass(frozen=True, slots=True)

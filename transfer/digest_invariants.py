@@ -1,0 +1,135 @@
+"""Proves of a plan's digest rows that they look at every element once; the other half of invariants.py."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from weightcast.transfer.columns import any_column
+from weightcast.transfer.dtypes import NAMES, dtype_name
+from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout import IntArray
+from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
+from weightcast.transfer.regions import overlaps, uncovered
+from weightcast.transfer.sides import Pair, Side
+from weightcast.transfer.tiling import box_text, outside, region_rows, tiling_fault
+
+__all__ = ["check_digests"]
+
+
+def check_digests(plan: TransferPlan, pair: Pair) -> None:
+    """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
+    _check_ranges(plan)
+    d = plan.digests
+    for index, side in enumerate(pair.instances):
+        _Side(plan, side, d.take(np.flatnonzero(d.instance == index))).check_instance()
+    _Side(plan, pair.trainer, d.take(np.flatnonzero(d.instance == TRAINER))).check_trainer(pair)
+
+
+def _check_ranges(plan: TransferPlan) -> None:
+    d = plan.digests
+    faults = {
+        "instance": (d.instance < TRAINER) | (d.instance >= len(plan.instances)),
+        "tensor": (d.tensor < 0) | (d.tensor >= len(plan.tensors)),
+        "dtype": (d.dtype < 0) | (d.dtype >= len(NAMES)),
+        "size": any_column(d.size <= 0),
+        "cell": d.cell < 0,
+    }
+    for name, bad in faults.items():
+        if bad.any():
+            row = int(bad.argmax())
+            raise PlanError(f"digest row {row} has {name} {getattr(d, name)[row].tolist()}, which is out of range")
+
+
+class _Side:
+    """The digest rows of one side, under proof."""
+
+    def __init__(self, plan: TransferPlan, side: Side, rows: DigestRows) -> None:
+        self.plan, self.side, self.rows = plan, side, rows
+        self.row, known = region_rows(side, rows.rank, rows.region)
+        bad = outside(side, self.row, known, (rows.tensor, rows.offset, rows.size))
+        if bad.any():
+            self._fail(int(bad.argmax()), "does not lie in that region")
+
+    def _fail(self, at: int, what: str) -> NoReturn:
+        rows = self.rows
+        raise PlanError(
+            f"tensor {self._name(int(rows.tensor[at]))!r}, {self.side} rank {int(rows.rank[at])} region "
+            f"{int(rows.region[at])}: the digest of {box_text(rows.offset[at], rows.size[at])} {what}"
+        )
+
+    def _name(self, tensor: int) -> str:
+        return self.plan.tensors.names[tensor]
+
+    def check_instance(self) -> None:
+        """Regions are tiled, equal cells are equal boxes, and the cells of a tensor tile it."""
+        rows, side = self.rows, self.side
+        bad = rows.dtype != side.dtype[rows.tensor]
+        if bad.any():
+            at = int(bad.argmax())
+            self._fail(at, f"is in {dtype_name(int(rows.dtype[at]))}, which is not the dtype there")
+        twice, short = tiling_fault(side, self.row, rows.offset, rows.size)
+        if twice is not None:
+            self._fail(twice[1], f"overlaps that of {box_text(rows.offset[twice[0]], rows.size[twice[0]])}")
+        if short is not None:
+            raise PlanError(
+                f"tensor {self._name(int(side.tensor[short]))!r}, {side} rank {int(side.rank[short])} region "
+                f"{int(side.region[short])}: a part of it is in no digest"
+            )
+        first = self._first_of_cell()
+        differs = rows.tensor != rows.tensor[first]
+        differs |= any_column(rows.offset != np.take(rows.offset, first, axis=0))
+        differs |= any_column(rows.size != np.take(rows.size, first, axis=0))
+        if differs.any():
+            at = int(differs.argmax())
+            self._fail(at, f"has cell {int(rows.cell[at])}, which is another box on rank {int(rows.rank[first[at]])}")
+        self._check_cells(np.flatnonzero(first == np.arange(len(rows))), self._held())
+
+    def check_trainer(self, pair: Pair) -> None:
+        """Cells are distinct, and tile every tensor in each dtype in which an instance has it."""
+        first = self._first_of_cell()
+        again = first != np.arange(len(self.rows))
+        if again.any():
+            at = int(again.argmax())
+            self._fail(at, f"has cell {int(self.rows.cell[at])}, which is another row's too")
+        for dtype in range(len(NAMES)):
+            wanted = np.zeros(len(self.plan.tensors), dtype=np.bool_)
+            for index, side in enumerate(pair.instances):
+                wanted |= _held_by(side, len(wanted)) & (self.plan.instance_dtype[index] == dtype)
+            mine = np.flatnonzero(self.rows.dtype == dtype)
+            if mine.size or wanted.any():
+                self._check_cells(mine, wanted)
+
+    def _first_of_cell(self) -> IntArray:
+        """For each row the first row with its cell number."""
+        cell = self.rows.cell
+        if int(cell.max(initial=0)) > 4 * cell.shape[0]:
+            cell = np.unique(cell, return_inverse=True)[1]
+        first = np.empty(int(cell.max(initial=-1)) + 1, dtype=np.int64)
+        # Written backwards, so that of several rows the first one stays.
+        first[cell[::-1]] = np.arange(cell.shape[0] - 1, -1, -1, dtype=np.int64)
+        return first[cell]
+
+    def _held(self) -> np.ndarray:
+        return _held_by(self.side, len(self.plan.tensors))
+
+    def _check_cells(self, cells: IntArray, wanted: np.ndarray) -> None:
+        """Rows `cells`, all of one dtype a tensor: those of a tensor are disjoint and cover each wanted tensor."""
+        tensor = self.rows.tensor[cells]
+        offset, size = np.take(self.rows.offset, cells, axis=0), np.take(self.rows.size, cells, axis=0)
+        a, b = overlaps(tensor, offset, size)
+        if a.size:
+            other = int(cells[a[0]])
+            self._fail(int(cells[b[0]]), f"overlaps that of {box_text(self.rows.offset[other], self.rows.size[other])}")
+        short = uncovered(tensor, offset, size, self.plan.tensors.shape)
+        short = short[wanted[short]]
+        if short.size:
+            raise PlanError(f"tensor {self._name(int(short[0]))!r}: the digests of {self.side} do not cover it")
+
+
+def _held_by(side: Side, tensors: int) -> np.ndarray:
+    """(T,) whether a side holds any element of each tensor."""
+    held = np.zeros(tensors, dtype=np.bool_)
+    held[side.tensor[~any_column(side.size == 0)]] = True
+    return held
