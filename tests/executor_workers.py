@@ -18,8 +18,10 @@ from plain_support import Piece, describe_pieces
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.layout import LayoutBuilder, RankLayout
+from weightcast.transfer.layout import LayoutBuilder, RankLayout, RegionTable
+from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart
+from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 
 POISON = 0xA5
@@ -114,6 +116,16 @@ def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
     return full[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
 
 
+def planned(
+    trainer: Sequence[RegionTable], instance: Sequence[RegionTable], bucket_bytes: int
+) -> tuple[list[RankPart | None], list[RankPart]]:
+    """The same as make_parts, by the planner."""
+    made = PlanParts(plan_transfer(trainer, {"rollout-0": instance}), bucket_bytes)
+    senders = made.trainer_ranks("rollout-0")
+    sending = [made.trainer_part("rollout-0", r) if r in senders else None for r in range(len(trainer))]
+    return sending, [made.instance_part("rollout-0", r) for r in range(len(instance))]
+
+
 @dataclass
 class Case:
     """A trainer and an instance with random layouts; the same in every process."""
@@ -140,8 +152,9 @@ class Case:
             rng, {n: (s, dtypes[n][1]) for n, s in shapes.items()}, instance, rng.choice([0.2, 0.6]), rng.random() < 0.3
         )
         tables = [layout.table for layout in source.layouts]
-        bucket = rng.choice([64, 256, 1024, 1 << 20]) * max(trainer, instance)
-        trainer_parts, parts = make_parts(tables, [layout.table for layout in target.layouts], bucket)
+        bucket = rng.choice([64, 512, 2048, 1 << 20]) * max(trainer, instance)
+        targets = [layout.table for layout in target.layouts]
+        trainer_parts, parts = (planned if seed % 2 else make_parts)(tables, targets, bucket)
         return cls(source, target, shapes, trainer_parts, parts)
 
     def fill(self, rank: int, version: int) -> None:

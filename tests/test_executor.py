@@ -85,7 +85,7 @@ def test_reports_count_bytes_and_rounds() -> None:
     sent, received = Pair(
         [("w", (4, 6), (0, 0), source)],
         [("w", (4, 6), (0, 0), target), ("w", (4, 6), (0, 0), replica)],
-        bucket_bytes=48,
+        bucket_bytes=96,
     ).run()
     assert torch.equal(target, source.bfloat16())
     assert torch.equal(replica, source.bfloat16())
@@ -135,7 +135,7 @@ def vectors() -> tuple[Boxes, Boxes]:
 
 
 def test_a_peer_that_is_late_is_named_with_what_is_left_and_the_group_is_given_up() -> None:
-    pair = Pair(*vectors(), bucket_bytes=16)
+    pair = Pair(*vectors(), bucket_bytes=32)
     start = time.monotonic()
     with pytest.raises(
         DeadlineError,
@@ -173,6 +173,11 @@ def test_the_wrong_place_in_the_group_is_refused() -> None:
     pair.groups.reverse()
     with pytest.raises(PlanError, match="trainer rank 0 is member 1 of 2 in the group, expected 0 of 2"):
         pair.executor(0)
+
+
+def test_a_trainer_rank_that_sends_nothing_is_no_member() -> None:
+    with pytest.raises(PlanError, match="rollout-0: trainer rank 1 sends nothing to it and is no member of its group"):
+        Pair(*vectors()).executor(0, rank=1)
 
 
 @pytest.mark.parametrize("side", [0, 1])
