@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import random
+import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from part_support import make_parts
+from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.layout import LayoutBuilder, RankLayout
+from weightcast.transfer.layout import LayoutBuilder, RankLayout, RegionTable
+from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart
+from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 
 POISON = 0xA5
@@ -108,6 +116,16 @@ def box_of(full: torch.Tensor, box: Box) -> torch.Tensor:
     return full[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
 
 
+def planned(
+    trainer: Sequence[RegionTable], instance: Sequence[RegionTable], bucket_bytes: int
+) -> tuple[list[RankPart | None], list[RankPart]]:
+    """The same as make_parts, by the planner."""
+    made = PlanParts(plan_transfer(trainer, {"rollout-0": instance}), bucket_bytes)
+    senders = made.trainer_ranks("rollout-0")
+    sending = [made.trainer_part("rollout-0", r) if r in senders else None for r in range(len(trainer))]
+    return sending, [made.instance_part("rollout-0", r) for r in range(len(instance))]
+
+
 @dataclass
 class Case:
     """A trainer and an instance with random layouts; the same in every process."""
@@ -134,8 +152,9 @@ class Case:
             rng, {n: (s, dtypes[n][1]) for n, s in shapes.items()}, instance, rng.choice([0.2, 0.6]), rng.random() < 0.3
         )
         tables = [layout.table for layout in source.layouts]
-        bucket = rng.choice([64, 256, 1024, 1 << 20]) * max(trainer, instance)
-        trainer_parts, parts = make_parts(tables, [layout.table for layout in target.layouts], bucket)
+        bucket = rng.choice([64, 512, 2048, 1 << 20]) * max(trainer, instance)
+        targets = [layout.table for layout in target.layouts]
+        trainer_parts, parts = (planned if seed % 2 else make_parts)(tables, targets, bucket)
         return cls(source, target, shapes, trainer_parts, parts)
 
     def fill(self, rank: int, version: int) -> None:
@@ -185,3 +204,77 @@ def run_random(
     for group in groups.values():
         group.close()
     return checked, received, copied, rounds
+
+
+def join_and_stay(port: int, rank: int, labels: Sequence[str], name: str) -> None:
+    group = group_of(port, rank, labels, name)
+    time.sleep(60.0)
+    group.close()
+
+
+def lose_a_peer(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
+    """Three members; the last lives in a child of rank 1 that is killed while rank 0 waits for it."""
+    labels = ("trainer rank 0", "rollout-0 rank 0", "rollout-0 rank 1")
+    if rank == 1:
+        child = multiprocessing.get_context("spawn").Process(
+            target=group_of, args=(port, 2, labels, "lost"), daemon=True
+        )
+        child.start()
+        group = group_of(port, 1, labels, "lost")
+        group.post([(0, torch.zeros(64, dtype=torch.uint8))], []).wait(Deadline.after(20.0))
+        os.kill(child.pid or 0, signal.SIGKILL)
+        child.join()
+        return 0.0, ""
+    group = group_of(port, 0, labels, "lost")
+    receives = [(peer, torch.zeros(64, dtype=torch.uint8)) for peer in (1, 2)]
+    start = time.monotonic()
+    try:
+        group.post([], receives).wait(Deadline.after(40.0))
+    except TransferError as error:
+        return time.monotonic() - start, str(error)
+    return time.monotonic() - start, "nothing was lost"
+
+
+def feed_two_instances(rank: int, world: int, _: int, port: int) -> list[tuple[str, float]]:
+    """Rank 0 trains and feeds rollout-0 (rank 1), which dies in the second update, and rollout-1 (rank 2)."""
+    sources = [Piece("w", (4, 1 << 16), (0, 0), torch.zeros(4, 1 << 16)), Piece("b", (), (), torch.zeros(()))]
+    targets = [Piece(p.name, p.shape, p.offset, torch.zeros(p.shape, dtype=torch.bfloat16)) for p in sources]
+    trainer, instance = describe_pieces(sources), describe_pieces(targets)
+    names = ["rollout-0", "rollout-1"] if rank == 0 else [f"rollout-{rank - 1}"]
+    executors = []
+    for name in names:
+        (source,), (target,) = make_parts([trainer.table], [instance.table], 1 << 18, name)
+        part, layout = (source, trainer) if rank == 0 else (target, instance)
+        assert part is not None
+        group = group_of(port, part.group_rank, member_labels(part), name)
+        executors.append(Executor(part, layout, group))
+    outcome = []
+    for version in (1, 2, 3):
+        for piece in sources:
+            piece.view.fill_(version)
+        if rank == 1 and version == 2:
+            return outcome
+        for name, executor in zip(names, executors, strict=False):
+            start = time.monotonic()
+            try:
+                executor.run(Deadline.after(15.0))
+                outcome.append((f"{name} {version}", float(targets[0].view.mean() + targets[1].view)))
+            except TransferError as error:
+                outcome.append((f"{name} {version}: {error}", time.monotonic() - start))
+    return outcome
+
+
+def share_a_process(rank: int, world: int, _: int, port: int) -> list[object]:
+    """Rank 0 has a default process group, as a trainer or an engine would, and uses it before and after ours."""
+    total = torch.zeros(1)
+    if rank == 0:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "shared")
+    message = torch.full((8,), 5 * (1 - rank), dtype=torch.uint8)
+    sends, receives = ([(1, message)], []) if rank == 0 else ([], [(0, message)])
+    group.post(sends, receives).wait(Deadline.after(20.0))
+    group.close()
+    if rank == 0:
+        total += 1
+        torch.distributed.all_reduce(total)
+    return [torch.distributed.is_initialized(), float(total), int(message[0])]

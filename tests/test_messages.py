@@ -111,9 +111,9 @@ def test_nothing_to_send_makes_no_message() -> None:
 
 
 def test_limit_shares_the_bucket_between_peers_and_rounds() -> None:
-    assert message_limit(1 << 20, 4) == 1 << 17
+    assert message_limit(1 << 20, 4) == 1 << 16
     assert message_limit(1 << 40, 1) == MAX_MESSAGE_BYTES
     with pytest.raises(
-        PlanError, match=r"bucket_bytes 64 leaves 4 bytes for a message between 8 peers.*allow 128 or more"
+        PlanError, match=r"bucket_bytes 64 leaves 2 bytes for a message between 8 peers.*allow 256 or more"
     ):
         message_limit(64, 8)

@@ -10,6 +10,7 @@ alone (`messages`); how this rank fills and empties it is prepared once (`rounds
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ import torch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
 from weightcast.transfer.layout import RankLayout
+from weightcast.transfer.messages import IN_FLIGHT
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.rounds import Round, make_schedule
+from weightcast.transfer.rounds import make_schedule
 from weightcast.transfer.transports.base import Communicator, Exchange
 
 __all__ = ["Executor", "TransferReport", "member_labels"]
@@ -57,6 +59,10 @@ class Executor:
     """
 
     def __init__(self, part: RankPart, layout: RankLayout, group: Communicator) -> None:
+        if part.is_trainer and part.rank not in part.trainer_ranks:
+            raise PlanError(
+                f"{part.instance}: trainer rank {part.rank} sends nothing to it and is no member of its group"
+            )
         self._label = member_labels(part)[part.group_rank]
         if part.table_fingerprint != layout.table.fingerprint:
             raise StalePlanError(
@@ -99,16 +105,15 @@ class Executor:
                 "described; connect again to plan anew"
             )
         schedule, clock = self._schedule, _Clock()
-        under_way: tuple[Round, Exchange] | None = None
+        under_way: deque[tuple[int, Exchange]] = deque()
         for number, step in enumerate(schedule.rounds):
+            if len(under_way) == IN_FLIGHT:
+                self._finish(*under_way.popleft(), deadline, clock)
             step.pack.run()
             clock.charge("pack")
-            exchange = self._group.post(step.sends, step.receives)
-            if under_way is not None:
-                self._finish(*under_way, number - 1, deadline, clock)
-            under_way = step, exchange
-        if under_way is not None:
-            self._finish(*under_way, len(schedule.rounds) - 1, deadline, clock)
+            under_way.append((number, self._group.post(step.sends, step.receives)))
+        while under_way:
+            self._finish(*under_way.popleft(), deadline, clock)
         schedule.replicate.run()
         if self._group.device.type == "cuda":
             torch.cuda.current_stream(self._group.device).synchronize()
@@ -125,17 +130,17 @@ class Executor:
             sum(clock.spent.values()),
         )
 
-    def _finish(self, step: Round, exchange: Exchange, number: int, deadline: Deadline, clock: _Clock) -> None:
+    def _finish(self, number: int, exchange: Exchange, deadline: Deadline, clock: _Clock) -> None:
+        rounds = self._schedule.rounds
         try:
             exchange.wait(deadline)
         except TransferError as error:
-            later = self._schedule.rounds[number + 1 :]
-            left = sum(tensor.nbytes for r in later for _, tensor in (*r.sends, *r.receives))
+            left = sum(tensor.nbytes for r in rounds[number + 1 :] for _, tensor in (*r.sends, *r.receives))
             raise type(error)(
-                f"{error} in round {number + 1} of {len(self._schedule.rounds)}, {left} bytes in later rounds"
+                f"{error} in round {number + 1} of {len(rounds)}, {left} bytes in later rounds"
             ) from error
         clock.charge("exchange")
-        step.unpack.run()
+        rounds[number].unpack.run()
         clock.charge("unpack")
 
 

@@ -21,6 +21,7 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
 
 __all__ = [
+    "IN_FLIGHT",
     "LARGE_BYTES",
     "MAX_MESSAGE_BYTES",
     "Messages",
@@ -33,11 +34,11 @@ __all__ = [
 LARGE_BYTES = 1 << 18
 """A piece of at least so many bytes is a message of its own."""
 
-MAX_MESSAGE_BYTES = 1 << 22
-"""Messages are not longer, whatever the staging memory: longer ones gain nothing and fall out of the caches."""
+MAX_MESSAGE_BYTES = 1 << 23
+"""Messages and rounds are not longer, whatever the staging memory: longer ones gain nothing."""
 
-_IN_FLIGHT = 2
-"""Rounds under way at a time: one is packed or unpacked while the other moves."""
+IN_FLIGHT = 4
+"""Rounds under way at a time: while one is packed or unpacked the others move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +71,15 @@ class Messages:
 def message_limit(bucket_bytes: int, peers: int) -> int:
     """The most bytes that one rank has under way to or from one peer in one round.
 
-    `peers` is the most that any rank of the group may have: all at once, with two rounds in flight, stay within
+    `peers` is the most that any rank of the group may have: all at once, with IN_FLIGHT rounds, stay within
     `bucket_bytes`. Raises PlanError when that leaves less than one element.
     """
-    limit = min(bucket_bytes // (_IN_FLIGHT * max(peers, 1)), MAX_MESSAGE_BYTES)
+    limit = min(bucket_bytes // (IN_FLIGHT * max(peers, 1)), MAX_MESSAGE_BYTES)
     smallest = int(ITEMSIZE.max())
     if limit < smallest:
         raise PlanError(
             f"bucket_bytes {bucket_bytes} leaves {limit} bytes for a message between {peers} peers, "
-            f"expected at least {smallest}; allow {smallest * _IN_FLIGHT * peers} or more"
+            f"expected at least {smallest}; allow {smallest * IN_FLIGHT * peers} or more"
         )
     return limit
 

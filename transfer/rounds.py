@@ -14,7 +14,7 @@ import torch
 from weightcast.transfer.dtypes import dtype_name, to_torch
 from weightcast.transfer.errors import PlanError, TransferError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
-from weightcast.transfer.messages import cut_messages, message_limit, shape_order
+from weightcast.transfer.messages import IN_FLIGHT, cut_messages, message_limit, shape_order
 from weightcast.transfer.plan import Kind, RankPart
 from weightcast.transfer.strided import StridedCopies, contiguous_strides, join
 from weightcast.transfer.transports.base import Message
@@ -59,8 +59,8 @@ class Round:
 class Schedule:
     """All rounds of one rank, and what follows them.
 
-    `staging` holds every message that does not move straight from or to a parameter. Odd and even rounds have a half
-    each: while one is on the wire the other is packed or unpacked.
+    `staging` holds every message that does not move straight from or to a parameter. Rounds share it in turn: as many
+    as may be in flight have a part each.
     """
 
     rounds: list[Round]
@@ -98,8 +98,8 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> S
     sent = np.flatnonzero(ops.kind == Kind.SEND)
     copied = np.flatnonzero(ops.kind == Kind.COPY)
     traffic = _traffic(part, layout, sent, device)
-    halves, places = _place(traffic)
-    staging = torch.empty(sum(halves), dtype=torch.uint8, device=device)
+    staging_bytes, places = _place(traffic)
+    staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
     with torch.no_grad():
         rounds = _rounds(part.is_trainer, traffic, layout, staging, places)
         replicate, bytes_copied = _replication(part, layout, copied)
@@ -214,8 +214,11 @@ def _straight(copies: StridedCopies, dtype: IntArray, layout: RankLayout, device
     return straight
 
 
-def _place(traffic: _Traffic) -> tuple[tuple[int, int], IntArray]:
-    """Bytes of the two halves of the staging memory, and (m,) the first byte of each message there."""
+def _place(traffic: _Traffic) -> tuple[int, IntArray]:
+    """Bytes of staging memory, and (m,) the first byte of each message in it.
+
+    Round i and round i + IN_FLIGHT use the same part.
+    """
     staged = np.where(traffic.straight, 0, -(-traffic.nbytes // _ALIGNMENT) * _ALIGNMENT)
     order = np.argsort(traffic.round, kind="stable")
     before = np.cumsum(staged[order]) - staged[order]
@@ -223,8 +226,8 @@ def _place(traffic: _Traffic) -> tuple[tuple[int, int], IntArray]:
     place = np.empty_like(staged)
     place[order] = before - before[first] if len(first) else before
     needed = np.bincount(traffic.round, weights=staged).astype(np.int64)
-    halves = int(needed[0::2].max(initial=0)), int(needed[1::2].max(initial=0))
-    return halves, place + np.where(traffic.round % 2 == 1, halves[0], 0)
+    parts = np.array([needed[i::IN_FLIGHT].max(initial=0) for i in range(IN_FLIGHT)])
+    return int(parts.sum()), place + (np.cumsum(parts) - parts)[traffic.round % IN_FLIGHT]
 
 
 def _rounds(
