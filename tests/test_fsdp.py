@@ -216,6 +216,32 @@ def test_names_can_be_given() -> None:
     assert FsdpSource(nn.Linear(2, 2), names=upper).describe().table.tensors.names == ("WEIGHT", "BIAS")
 
 
+@pytest.mark.parametrize(
+    "parts, message",
+    [
+        ({}, r"parameter 'weight' \(4, 2\) has no entry in names="),
+        (
+            {"weight": (Part("a", (2, 2), (0, 0), (0, 0), (2, 2), (0, 1)),), "bias": ()},
+            r"parameter 'weight' \(4, 2\) has 8 elements, but its parts have 4 \(a\)",
+        ),
+    ],
+)
+def test_names_that_do_not_cover_a_parameter_are_refused(parts: dict[str, tuple[Part, ...]], message: str) -> None:
+    with pytest.raises(DescribeError, match=message):
+        FsdpSource(nn.Linear(2, 4), names=lambda shapes: parts).describe()
+
+
+def test_a_parameter_can_be_left_out() -> None:
+    parts = {"weight": (Part.whole("w", (4, 2)),), "bias": ()}
+    layout = FsdpSource(nn.Linear(2, 4), names=lambda shapes: parts).describe()
+    assert layout.table.tensors.names == ("w",)
+    assert layout.notes.left_out == (("bias", "left out by names="),)
+
+
+def test_tensors_without_elements_have_no_region() -> None:
+    assert len(FsdpSource(_one(torch.zeros(0, 3))).describe().table) == 0
+
+
 def test_regions_are_live_memory() -> None:
     model = nn.Linear(2, 3)
     layout = FsdpSource(model).describe()
