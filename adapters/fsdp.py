@@ -182,8 +182,10 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     plain = tensor.detach()
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or plain.is_quantized:
+    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _refused(name, tensor, f"a {type(plain).__name__} is not plain memory")
+    if plain.is_quantized:
+        raise _refused(name, tensor, f"its dtype {plain.dtype} is quantised; describe the tensors of the checkpoint")
     if plain.layout != torch.strided:
         raise _refused(name, tensor, f"its layout {plain.layout} is not strided")
     return plain

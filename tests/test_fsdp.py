@@ -169,10 +169,11 @@ def _dtensor(local: torch.Tensor, *placements: Placement, shape: tuple[int, ...]
         (lambda: torch.eye(3).to_sparse(), r"'w' \(3, 3\) on rank 1: its layout torch.sparse_coo is not strided"),
         (
             lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8),
-            r"'w' \(3,\) on rank 1: a Tensor is not plain memory",
+            r"'w' \(3,\) on rank 1: its dtype torch.qint8 is quantised",
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_refusals_name_parameter_rank_and_placements(
     make: Callable[[], torch.Tensor], message: str, fake_world: Callable[[int, int], None]
 ) -> None:
