@@ -10,19 +10,18 @@ concatenate is refused, not guessed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from weightcast.transfer.errors import DescribeError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NEW_DIM", "NameMap", "Part", "transformers_names", "unchanged_names"]
+__all__ = ["NEW_DIM", "NameMap", "Part", "check_parts", "transformers_names", "unchanged_names"]
 
 NEW_DIM = -1
 """In `Part.dims`: the logical dimension has size 1 and no counterpart in the parameter."""
@@ -52,7 +51,10 @@ class Part:
 
 
 NameMap = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, tuple[Part, ...]]]
-"""Names and global shapes of all parameters of the model -> the parts of each, which must tile it exactly."""
+"""Names and global shapes of all parameters and buffers of the model -> the parts of each, which tile it exactly.
+
+No part at all means that the tensor is left out on purpose.
+"""
 
 
 def unchanged_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Part, ...]]:
@@ -105,19 +107,26 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
                     f"{'' if name is None else f' (it comes from {name!r})'}: its conversion computes; pass names="
                 )
             parts[name].append(found)
-    made = {name: tuple(parts[name]) for name in shapes}
-    _check_tiling(made, shapes)
-    return made
-
-
-def _check_tiling(parts: Mapping[str, tuple[Part, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Nothing lost and nothing twice: a result overwritten under an equal name would otherwise vanish silently."""
     for name, shape in shapes.items():
-        volume = sum(int(np.prod(part.size, dtype=np.int64)) for part in parts[name])
-        if volume != int(np.prod(shape, dtype=np.int64)) or not parts[name]:
+        if not parts[name]:
+            # Of two results under one name the converter keeps one.
             raise DescribeError(
-                f"parameter {name!r} {shape}: its checkpoint tensors hold {volume} of its elements "
-                f"({', '.join(sorted(part.tensor for part in parts[name])[:3]) or 'none'}); pass names="
+                f"parameter {name!r} {shape} is in no checkpoint tensor of {type(model).__name__}; pass names="
+            )
+    return {name: tuple(parts[name]) for name in shapes}
+
+
+def check_parts(parts: Mapping[str, tuple[Part, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Nothing lost and nothing twice. Raises DescribeError naming the parameter."""
+    for name, shape in shapes.items():
+        if name not in parts:
+            raise DescribeError(f"parameter {name!r} {shape} has no entry in names=; give it () to leave it out")
+        volume = sum(math.prod(part.size) for part in parts[name])
+        if parts[name] and volume != math.prod(shape):
+            tensors = sorted({part.tensor for part in parts[name]})
+            raise DescribeError(
+                f"parameter {name!r} {shape} has {math.prod(shape)} elements, but its parts have {volume} "
+                f"({', '.join(tensors[:3])}{', ...' if len(tensors) > 3 else ''}); pass names="
             )
 
 
@@ -143,10 +152,12 @@ def _boxes_of(view: torch.Tensor, joined: Mapping[int, tuple[torch.Tensor, list[
 
 def _part(tensor: str, shape: tuple[int, ...], box: _Box, parameter: tuple[int, ...]) -> Part | None:
     """The box of the parameter that a view of its storage is; None when it is none (stepped or merged dimensions)."""
-    strides = [int(np.prod(parameter[i + 1 :], dtype=np.int64)) for i in range(len(parameter))]
+    if 0 in parameter:
+        return Part(tensor, shape, box.offset, (0,) * len(parameter), parameter, (NEW_DIM,) * len(shape))
+    strides = [math.prod(parameter[i + 1 :]) for i in range(len(parameter))]
     place = int(box.view.storage_offset())
-    start = [place // stride % count if count else 0 for stride, count in zip(strides, parameter, strict=True)]
-    size = [1 if count else 0 for count in parameter]
+    start = [place // stride % count for stride, count in zip(strides, parameter, strict=True)]
+    size = [1] * len(parameter)
     dims = []
     for count, stride in zip(box.view.shape, box.view.stride(), strict=True):
         if count == 1:

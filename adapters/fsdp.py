@@ -13,7 +13,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weightcast.adapters.checkpoint_names import NEW_DIM, NameMap, Part, transformers_names, unchanged_names
+from weightcast.adapters.checkpoint_names import (
+    NEW_DIM,
+    NameMap,
+    Part,
+    check_parts,
+    transformers_names,
+    unchanged_names,
+)
 from weightcast.adapters.mesh_runs import Cut, Run, possible_runs, total
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout import LayoutBuilder, LayoutNotes, RankLayout
@@ -65,19 +72,22 @@ class FsdpSource:
         builder, held = LayoutBuilder(), 0
         with torch.no_grad():
             for name, tensor in tensors.items():
-                shard = _local_shard(name, tensor)
+                shard = _local_shard(name, tensor) if self._parts[name] else None
                 if shard is None:
                     continue
                 held += shard.local.nbytes
                 for part in self._parts[name]:
                     for offset, view in _regions(part, shard):
                         builder.add(part.tensor, part.shape, offset, view)
-        return builder.build(notes=LayoutNotes(parameter_bytes=held))
+        left_out = tuple((name, "left out by names=") for name in tensors if not self._parts[name])
+        return builder.build(notes=LayoutNotes(parameter_bytes=held, left_out=left_out))
 
     def _name(self, shapes: dict[str, tuple[int, ...]]) -> None:
         # Following the conversion of a large model takes seconds, and its result depends on the shapes alone.
         if shapes != self._shapes:
-            self._parts, self._shapes = self._names(shapes), shapes
+            parts = self._names(shapes)
+            check_parts(parts, shapes)
+            self._parts, self._shapes = parts, shapes
 
 
 def _regions(part: Part, shard: _Shard) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -172,8 +182,10 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     plain = tensor.detach()
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or plain.is_quantized:
+    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise _refused(name, tensor, f"a {type(plain).__name__} is not plain memory")
+    if plain.is_quantized:
+        raise _refused(name, tensor, f"its dtype {plain.dtype} is quantised; describe the tensors of the checkpoint")
     if plain.layout != torch.strided:
         raise _refused(name, tensor, f"its layout {plain.layout} is not strided")
     return plain

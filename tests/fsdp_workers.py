@@ -1,7 +1,7 @@
 """What the trainer ranks of test_fsdp.py do: build a model, shard it, train a step, describe, and export the truth.
 
-Each case returns (model, truth): the truth is what an unsharded copy writes with `save_pretrained`, or the tensors that the
-same step gives without sharding. A rank saves its regions, rank 0 also the truth.
+Each case returns (model, truth): the truth is what an unsharded copy writes with `save_pretrained`, or the tensors that
+the same step gives without sharding. A rank saves its regions, rank 0 also the truth.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def hsdp_moe(rank: int, world: int) -> tuple[nn.Module, Truth]:
 
 
 def tp_fsdp_dense(rank: int, world: int) -> tuple[nn.Module, Truth]:
-    """Tensor parallel inside FSDP: `_StridedShard` rows where column-wise, a block where row-wise; 49 rows a TP rank."""
+    """Tensor parallel inside FSDP: `_StridedShard` rows where column-wise, a block where row-wise; 49 rows a rank."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = _mesh(world // 2, 2)
@@ -226,7 +226,9 @@ def ignored_and_plain(rank: int, world: int) -> tuple[nn.Module, Truth]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    return model, {name: t if name.startswith("2.run") or name.endswith("tracked") else t + 1 for name, t in truth.items()}
+    return model, {
+        name: t if name.startswith("2.run") or name.endswith("tracked") else t + 1 for name, t in truth.items()
+    }
 
 
 MESH_LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]]] = {
@@ -265,10 +267,23 @@ def mesh_layouts(rank: int, world: int) -> tuple[nn.Module, Truth]:
     return model, truth
 
 
+def tp_fsdp_uneven(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """7 rows over dp 3 x tp 2: DTensor's own reading of these placements is wrong, rank 4 would hold row 6."""
+    mesh = _mesh(3, 2)
+    whole = torch.arange(21.0).view(7, 3)
+    model = nn.Module()
+    model.w = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)], src_data_rank=None))
+    fully_shard(model, mesh=mesh["dp"])
+    with torch.no_grad():
+        model.w.add_(1)
+    return model, {"w": whole + 1}
+
+
 CASES: dict[int, tuple[Case, ...]] = {
     2: (tied_dense, deepseek_after_forward, ignored_and_plain),
     3: (fsdp_moe_4_experts, fsdp_fused_rows),
     4: (fsdp_moe, hsdp_moe, tp_fsdp_dense, ep_fsdp_moe, mesh_layouts),
+    6: (tp_fsdp_uneven,),
 }
 
 

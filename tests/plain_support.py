@@ -9,6 +9,7 @@ from weightcast.transfer.layout import NO_SLOT, LayoutBuilder, LayoutNotes, Rank
 
 if TYPE_CHECKING:
     import torch
+
     from weightcast.transfer.placement import RankPlacement
 
 __all__ = ["Piece", "PlainSink", "describe_pieces"]

@@ -10,7 +10,7 @@ from weightcast.adapters.mesh_runs import Cut, mesh_runs, possible_runs, total
 
 
 @pytest.mark.parametrize(
-    ("size", "cuts", "runs"),
+    "size, cuts, runs",
     [
         (5, [], [(0, 5)]),
         (0, [Cut(2, 0)], []),
@@ -32,7 +32,7 @@ def test_cuts_from_left_to_right(size: int, cuts: list[Cut], runs: list[tuple[in
 
 
 @pytest.mark.parametrize(
-    ("size", "cuts", "readings"),
+    "size, cuts, readings",
     [
         (8, [Cut(2, 1, split=2), Cut(2, 0)], [[(2, 4)]]),
         # 7 rows over 3 x 2 ranks: DTensor's reading, then what FSDP2 over tensor parallel really does.
@@ -44,9 +44,7 @@ def test_cuts_from_left_to_right(size: int, cuts: list[Cut], runs: list[tuple[in
         (8, [Cut(2, 1), Cut(2, 0, split=2), Cut(2, 1)], [[(6, 7)]]),
     ],
 )
-def test_both_readings_of_strided_placements(
-    size: int, cuts: list[Cut], readings: list[list[tuple[int, int]]]
-) -> None:
+def test_both_readings_of_strided_placements(size: int, cuts: list[Cut], readings: list[list[tuple[int, int]]]) -> None:
     assert [list(runs) for runs in possible_runs(size, cuts)] == readings
 
 
@@ -61,7 +59,8 @@ def test_the_ranks_of_a_mesh_hold_every_index_once(size: int, dims: list[tuple[i
             cuts = [Cut(ranks, place, split) for (ranks, split), place in zip(dims, coordinate, strict=True)]
             readings = possible_runs(size, cuts)
             runs = readings[min(reading, len(readings) - 1)]
-            assert total(runs) == len(indices := [i for run in runs for i in range(*run)])
+            indices = [i for run in runs for i in range(*run)]
+            assert total(runs) == len(indices)
             assert indices == sorted(indices)
             held += indices
         assert sorted(held) == list(range(size))
