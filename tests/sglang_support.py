@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,21 +41,30 @@ class Rank(NamedTuple):
     checkpoint: dict[str, torch.Tensor]
 
 
-def environment(world: int, deep_ep: bool = False) -> None:
+def environment() -> None:
     """Sets what SGLang reads when it is imported; before any import of it."""
     os.environ |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * world),
+        "SGLANG_PLUGINS": "none",
     }
-    if deep_ep:
-        sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+
+
+def preload() -> None:
+    """Imports what building a model needs, without starting anything."""
+    import sglang.srt.eplb.expert_location_updater
+    import sglang.srt.model_loader.loader
+    import sglang.srt.models.deepseek_v2
+    import sglang.srt.models.qwen3
+    import sglang.srt.models.qwen3_moe
+    import sglang.srt.server_args  # noqa: F401
 
 
 def boot(rank: int, world: int, port: int, path: str, **server: Any) -> Rank:
     """Publishes the server arguments and makes the parallel groups, as a scheduler process does."""
-    environment(world, server.get("moe_a2a_backend") == "deepep")
+    environment()
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * world)  # One entry per rank.
     import logging
 
     from sglang.srt.configs.model_config import ModelConfig
