@@ -110,11 +110,13 @@ def set_map(r: Rank, rows: Sequence[Sequence[int]] | None = None) -> Any:
 def build(r: Rank) -> torch.nn.Module:
     """The real model with every floating-point parameter full of NaN."""
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
+    load_config = LoadConfig(load_format="auto")
+    quant_config = _get_quantization_config(r.model_config, load_config)
     with set_default_torch_dtype(r.model_config.dtype), torch.device("cpu"):
-        model = _initialize_model(r.model_config, LoadConfig(load_format="auto"))
+        model = _initialize_model(r.model_config, load_config, quant_config)
     poison(model)
     return model
 
@@ -196,3 +198,33 @@ def expert_layers(model: torch.nn.Module) -> list[Any]:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return [m for m in model.modules() if isinstance(m, FusedMoE)]
+
+
+def slot_parts(r: Rank, m: Any, holder: str) -> dict[str, torch.Tensor]:
+    """What one slot of each parameter of a FusedMoE must be when it holds `holder` ("experts.3", "shared_experts")."""
+    parts = {}
+    for kind, block in (("weight", 1), ("weight_scale_inv", 32)):
+        if not hasattr(m, f"w13_{kind}"):
+            continue
+        count = m.intermediate_size_per_partition // block
+        rows = slice(m.moe_tp_rank * count, (m.moe_tp_rank + 1) * count)
+        prefix = f"model.layers.{m.layer_id}.mlp.{holder}"
+        gate, up = (r.checkpoint[f"{prefix}.{which}_proj.{kind}"][rows] for which in ("gate", "up"))
+        both = [gate, up] if block > 1 else [gate.view(torch.uint8), up.view(torch.uint8)]
+        parts[f"w13_{kind}"] = torch.cat(both).view(gate.dtype)
+        parts[f"w2_{kind}"] = r.checkpoint[f"{prefix}.down_proj.{kind}"][:, rows]
+    return parts
+
+
+def wrong_slots(r: Rank, model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+    """(layer, local slot) of every slot that does not hold, byte for byte, what the map says; shared slots included."""
+    wrong = set()
+    for m in expert_layers(model):
+        first = m._expert_storage_rank * m._num_local_routed
+        for slot in range(m.num_local_experts):
+            routed = slot < m._num_local_routed
+            holder = f"experts.{rows[m.layer_id][first + slot]}" if routed else "shared_experts"
+            for name, expected in slot_parts(r, m, holder).items():
+                if not torch.equal(as_bytes(getattr(m, name)[slot]), as_bytes(expected)):
+                    wrong.add((m.layer_id, slot))
+    return wrong
