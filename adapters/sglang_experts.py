@@ -212,19 +212,26 @@ def describe_slots(
 ) -> list[Held]:
     """All regions of a parameter whose dimension 0 is this rank's slots: every slot of the map, whether the loader wrote it or not.
 
-    Raises AgreementError where the loader wrote another expert into a slot than the map has, and DescribeError where slots are
-    laid out differently or the checkpoint lacks a tensor.
+    After a scale-up SGLang 0.5.23 takes routed slots past those known at start for shared slots, and the other way round
+    (`FusedMoE._map_global_expert_id_to_local_expert_id`): a routed expert in a shared slot, or a shared one in such a routed
+    slot, is no evidence.
+
+    Raises AgreementError where the loader wrote another expert into a slot than the map has, and DescribeError where
+    slots are laid out differently or the checkpoint lacks a tensor.
     """
     num_logical = placement.placement.num_logical
     experts = placement.experts(layer.layer)
+    first = layer.storage_rank * layer.num_local_routed
     routed: dict[int, set[_Piece]] = {}
     shared: dict[int, list[Held]] = {}
     for region in _one_slot_each(regions, data):
         slot, answer = region.box.start[0], _answer(region, num_logical, catalog)
+        is_routed = answer.expert is not None and answer.expert < num_logical
         if slot >= layer.num_local_routed:
-            # A routed expert in a shared slot is SGLang's own mix-up after a scale-up (`_map_global_expert_id_to_local_expert_id`).
-            if answer.expert is None or answer.expert >= num_logical:
+            if not is_routed:
                 shared.setdefault(slot, []).append(Held(region.tensor, region.offset, region.view, NO_SLOT, region.box))
+            continue
+        if not is_routed and first + slot >= layer.num_global_routed:
             continue
         if answer.expert != experts[slot]:
             raise AgreementError(
