@@ -16,7 +16,7 @@ __all__ = ["check_coverage"]
 
 
 def check_coverage(parameter: str, shape: Sequence[int], regions: Sequence[Box], fills: Sequence[Box]) -> int:
-    """Checks that `regions` are disjoint and cover the parameter together with `fills`; returns the elements of padding.
+    """Checks that `regions` are disjoint and, with `fills`, cover the parameter; returns the elements of padding.
 
     Padding is what a fill covers and no region does. Raises DescribeError naming parameter and box.
     """

@@ -1,7 +1,7 @@
 """A process that has imported SGLang once and forks the ranks of one test after another: an import takes half a minute.
 
-    with Nest() as nest:
-        results = nest.run(worker, 2, "argument")    # worker(rank, world, port, "argument") in two new processes
+with Nest() as nest:
+    results = nest.run(worker, 2, "argument")    # worker(rank, world, port, "argument") in two new processes
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ START_SECONDS = 240.0
 
 
 class Nest:
-    """Starts the importing process on entry and ends it on exit. `deep_ep` makes the stand-in for DeepEP importable in it."""
+    """Starts the importing process on entry and ends it on exit. With `deep_ep` the DeepEP stand-in is importable."""
 
     def __init__(self, deep_ep: bool = False) -> None:
         context = get_context("spawn")
@@ -46,7 +46,7 @@ class Nest:
             self._process.join()
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-        """`fn(rank, world, port, *args)` in `world` processes; their results by rank. Raises RankFailedError for the first failure."""
+        """`fn(rank, world, port, *args)` in `world` processes; their results by rank. Raises RankFailedError."""
         self._pipe.send((fn, world, args, timeout))
         return self._answer(timeout + 30)
 

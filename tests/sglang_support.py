@@ -1,7 +1,7 @@
-"""Builds real SGLang models in Gloo processes without a GPU, and checks what a sink says about them against SGLang's own loader.
+"""Builds real SGLang models in Gloo processes without a GPU, and checks what a sink says against SGLang's own loader.
 
-A worker calls `boot` once and `build` as often as it likes: building a tiny model takes a fraction of a second, importing SGLang
-half a minute.
+A worker calls `boot` once and `build` as often as it likes: building a tiny model takes a fraction of a second,
+importing SGLang half a minute.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +150,7 @@ def write(layout: RankLayout, checkpoint: dict[str, torch.Tensor]) -> None:
 
 
 def fill_padding(model: torch.nn.Module, layout: RankLayout) -> int:
-    """Zeroes what no region covers, and returns how many bytes that were; an engine's first load has done it long ago."""
+    """Zeroes what no region covers, and returns how many bytes that were; an engine's first load did it long ago."""
     zeroed = 0
     covered = {id(p): torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
     by_storage = {p.untyped_storage()._cdata: p for p in model.parameters()}

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.adapters import sglang as sglang_module
-from weightcast.adapters import sglang_experts
 from weightcast.adapters.checkpoint import read_headers
 from weightcast.adapters.sglang import SglangSink
+from weightcast.adapters.sglang_slots import Held
 from weightcast.transfer.audit import audit_dispatch
 from weightcast.transfer.errors import AgreementError, DescribeError
 from weightcast.transfer.layout import NO_SLOT, RankReport, TensorSpec
@@ -63,7 +63,7 @@ def random_maps(rank: int, world: int, port: int, path: str, server: Server, lay
 def forgotten_slots(
     rank: int, world: int, port: int, path: str, server: Server, maps: Sequence[Rows], sink: dict[str, Any]
 ) -> list[set[tuple[int, int]]]:
-    """For each map the (layer, slot) that SGLang's own loader leaves unwritten on this rank; asserts that ours writes all."""
+    """For each map the (layer, slot) that SGLang's own loader leaves unwritten here; asserts that ours writes all."""
     r = support.boot(rank, world, port, path, **server)
     found = []
     for rows in maps:
@@ -100,8 +100,8 @@ def only_traced_slots() -> Iterator[None]:
 
     def traced_only(
         parameter: str, data: torch.Tensor, layer: Any, placement: Any, regions: Any, catalog: Any
-    ) -> list[sglang_experts.Held]:
-        return [sglang_experts.Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions]
+    ) -> list[Held]:
+        return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions]
 
     original = sglang_module.describe_slots
     sglang_module.describe_slots = traced_only
@@ -176,9 +176,13 @@ def broken_inputs(rank: int, world: int, port: int, path: str, server: Server, r
     lacks = f"model.layers.1.mlp.experts.{mine[0]}.up_proj.weight"
     with pytest.raises(DescribeError, match=rf"{lacks}.*has no such tensor".replace(".", r"\.").replace(r"\.*", ".*")):
         SglangSink(model, {k: v for k, v in catalog.items() if k != lacks}, rank=rank).describe()
-    with pytest.raises(DescribeError, match=r"'model.norm.weight' of shape \[64\]: box at \[0\] of size \[64\] is written by no"):
+    with pytest.raises(
+        DescribeError, match=r"'model.norm.weight' of shape \[64\]: box at \[0\] of size \[64\] is written by no"
+    ):
         SglangSink(model, {k: v for k, v in catalog.items() if k != "model.norm.weight"}, rank=rank).describe()
-    with pytest.raises(DescribeError, match=r"loader failed while it was traced, at checkpoint tensor 'model.norm.weight'"):
+    with pytest.raises(
+        DescribeError, match=r"loader failed while it was traced, at checkpoint tensor 'model.norm.weight'"
+    ):
         SglangSink(model, catalog | {"model.norm.weight": TensorSpec((65,), "bfloat16")}, rank=rank).describe()
 
     # Two tensors for one parameter.
@@ -188,7 +192,9 @@ def broken_inputs(rank: int, world: int, port: int, path: str, server: Server, r
 
     # A loader that computes.
     scaled = transformed(model, "model.norm.weight", lambda t: t * 2)
-    with pytest.raises(DescribeError, match=r"'model.norm.weight': the loader writes box \[0\] \+ \[64\] with aten.copy_"):
+    with pytest.raises(
+        DescribeError, match=r"'model.norm.weight': the loader writes box \[0\] \+ \[64\] with aten.copy_"
+    ):
         SglangSink(scaled, catalog, rank=rank).describe()
     asked = transformed(model, "model.norm.weight", lambda t: t if t.max() > 0 else -t)
     with pytest.raises(DescribeError, match=r"reads values of checkpoint tensor 'model.norm.weight'|model.norm.weight"):
@@ -253,7 +259,7 @@ def _with_loader(model: torch.nn.Module, around: Callable[[Any], Any]) -> torch.
 
 
 def scale_up(rank: int, world: int, port: int, path: str, server: Server) -> None:
-    """Elastic EP scale-up, by its attributes: storage rank unlike EP rank, and routed slots past those known at start."""
+    """Elastic EP scale-up, by its attributes: storage rank unlike EP rank, routed slots past those known at start."""
     from sglang.srt.eplb import expert_location
 
     r = support.boot(rank, world, port, path, **server)

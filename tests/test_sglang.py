@@ -140,13 +140,13 @@ def deep_ep_nest() -> Iterator[Nest]:
     [
         pytest.param("qwen3-moe", 2, {}, {}, id="slots"),
         pytest.param("deepseek", 3, FUSED, {}, id="fused-shared-experts"),
-        pytest.param("qwen3-moe-fp8", 2, {}, {"as_loaded": True}, id="side-tensors"),
+        pytest.param("qwen3-moe-fp8", 2, {"deepep_mode": "normal"}, {"as_loaded": True}, id="side-tensors"),
     ],
 )
 def test_slots_that_sglangs_own_loader_forgets(
     deep_ep_nest: Nest, checkpoints: Path, model: str, layers: int, server: dict[str, Any], sink: dict[str, Any]
 ) -> None:
-    """With an a2a backend SGLang 0.5.23 writes one replica a rank. When this fails, look whether they have mended it."""
+    """With an a2a backend SGLang 0.5.23 writes one replica a rank. When this fails, see whether they have mended it."""
     path = write_checkpoint(model, checkpoints)
     arguments = TP2_EP2 | map_arguments(ROW, layers) | {"moe_a2a_backend": "deepep"} | server
     # The row of the issue whose second replica of expert 3 and of expert 0 lie on one rank each.
@@ -162,5 +162,7 @@ def test_slots_that_sglangs_own_loader_forgets(
 def test_tables_that_must_agree() -> None:
     same = np.array([[0, 0, 0], [0, 1, 1], [0, 1, 2]])
     audit_shared_dispatch({0: same, 1: same[::-1], 2: np.array([[1, 0, 0]])})
-    with pytest.raises(AgreementError, match=r"layer 0, logical expert 1: .*rank 1 may choose physical slots \[1\], .* \[1, 2\]"):
+    with pytest.raises(
+        AgreementError, match=r"layer 0, logical expert 1: .*rank 1 may choose physical slots \[1\], .* \[1, 2\]"
+    ):
         audit_shared_dispatch({0: same, 1: same[:2]})
