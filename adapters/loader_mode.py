@@ -192,11 +192,11 @@ class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if src is None:
             yield None, copy_between(dst), ()
             return
-        src = src.expand(dst.shape)
         record = self._record_for(src, create=False)
         if record is None:
-            temporary = self._temporaries.get(storage_id(src))
-            if temporary is None or not temporary.constant:
+            # A number in a tensor of its own, as Python's `t[0] = 0` makes it, is a constant as well.
+            is_number = src.dim() == 0 and self._parameter_behind([src]) is None
+            if not is_number and not self._is_constant(src):
                 raise NotABoxError("values that are not in the checkpoint")
             yield None, copy_between(dst), ()
             return
@@ -204,7 +204,7 @@ class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotABoxError("values computed from the checkpoint")
         if src.dtype != record.dtype:
             raise NotABoxError(f"bits of {record.dtype} read as {src.dtype}")
-        for part in align(copy_between(dst, src), record.base, "src"):
+        for part in align(copy_between(dst, src.expand(dst.shape)), record.base, "src"):
             yield from pieces_of(part, record)
 
     def _record_for(self, t: torch.Tensor, create: bool = True) -> Record | None:
@@ -237,15 +237,15 @@ class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if name in _NO_DATA:
             return self._made(func(*args, **kwargs), name in _CONSTANTS)
-        out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+        if func in _ASKS_NO_VALUE:
+            return func(*args, **kwargs)
+        if not any("Tensor" in str(r.type) for r in func._schema.returns):
+            raise self._reads(func, known)
+        try:
+            out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+        except NotImplementedError as error:
+            raise self._reads(func, known) from error  # Its result has a shape that depends on values.
         made = list(_tensors([out]))
-        if not made and func not in _ASKS_NO_VALUE:
-            read = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
-            raise DescribeError(
-                f"the engine's loader reads values of checkpoint tensor {read or self.current!r} ({func}); what it "
-                "does "
-                "with them cannot be traced"
-            )
         inputs = {storage_id(t) for t in given}
         fresh = [t for t in made if storage_id(t) not in inputs]
         for t in fresh:
@@ -256,6 +256,13 @@ class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for t in fresh:
             self._records[storage_id(t)].computed = names
         return out
+
+    def _reads(self, func: Any, known: list[torch.Tensor]) -> DescribeError:
+        read = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
+        return DescribeError(
+            f"the engine's loader reads values of checkpoint tensor {(read or self.current)!r} ({func}); what it does "
+            "with them cannot be traced"
+        )
 
     def _is_copy(self, func: Any, args: Any, out: torch.Tensor) -> bool:
         """Fills the record of `out` when the operator only moves data."""
