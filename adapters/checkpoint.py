@@ -1,6 +1,7 @@
 """Names, shapes and dtypes of a checkpoint from its safetensors headers, without torch and without reading a weight.
 
-Format: safetensors 0.5, README, "Format": eight bytes little-endian length, then that many bytes of JSON, then the data.
+Format: safetensors 0.5, README, "Format": eight bytes of length, little-endian, then that many bytes of JSON, then the
+data.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from weightcast.transfer.dtypes import ITEMSIZE, SAFETENSORS, dtype_code
 from weightcast.transfer.errors import LayoutError
@@ -23,16 +24,15 @@ _MAX_NDIM = 16
 
 
 def read_headers(model_path: str | os.PathLike[str]) -> dict[str, TensorSpec]:
-    """Every tensor of the checkpoint in directory `model_path`: name -> (global shape, dtype), files in order of their names.
+    """Every tensor of the checkpoint in directory `model_path`: name -> (global shape, dtype), in order of file names.
 
-    With an index (`model.safetensors.index.json`) the files are those it lists, and every name it lists must be in its file. Without
-    one all `*.safetensors` files are read. Raises LayoutError, one line, for a directory without such files and for broken ones.
+    With an index (`model.safetensors.index.json`) the files are those it lists, and every name it lists must be in its
+    file. Without one all `*.safetensors` files are read. Raises LayoutError, one line, for a directory without such
+    files and for broken ones.
     """
     folder = Path(model_path)
     if not folder.is_dir():
-        raise LayoutError(
-            f"checkpoint {str(folder)!r} is not a directory; give the local folder with its safetensors files"
-        )
+        raise LayoutError(f"checkpoint {str(folder)!r} is not a directory; give the folder of its safetensors files")
     index = folder / INDEX
     listed = _read_index(index) if index.is_file() else None
     names = sorted(set(listed.values())) if listed is not None else sorted(p.name for p in folder.glob("*.safetensors"))
@@ -77,7 +77,8 @@ def _read_file(path: Path) -> dict[str, TensorSpec]:
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise LayoutError(
-                    f"{str(path)!r} has {size} bytes and claims a header of {length}, at most {MAX_HEADER_BYTES} are read; "
+                    f"{str(path)!r} has {size} bytes and claims a header of {length}, at most {MAX_HEADER_BYTES} are "
+                    "read; "
                     "it is cut off or no safetensors file"
                 )
             header = _object(file.read(length), str(path))
@@ -124,10 +125,11 @@ def _spec(name: str, entry: Any, data: int, where: str) -> TensorSpec:
         expected *= n
     if span[1] - span[0] != expected:
         raise LayoutError(
-            f"{where!r}: tensor {name!r} of {dtype} {shape} takes {expected} bytes, data_offsets say {span[1] - span[0]}"
+            f"{where!r}: tensor {name!r} of {dtype} {shape} takes {expected} bytes, data_offsets say "
+            f"{span[1] - span[0]}"
         )
     return TensorSpec(tuple(shape), SAFETENSORS[dtype])
 
 
-def _counts(values: Any) -> bool:
+def _counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)

@@ -1,8 +1,8 @@
 """Strided copies between boxes: the arithmetic behind a loader trace. Pure Python, no torch.
 
-A *dense base* is a freshly allocated tensor: its sizes and strides, in any order of dimensions, without overlap. A `Copy` walks a
-destination and a source with one common index space. `align` rewrites a copy until one of its sides is a box of its base, by
-splitting and merging dimensions on both sides at once, so that offsets and strides never have to be guessed from shapes.
+A `Base` is a tensor as it was allocated: its sizes and strides, in any order of dimensions, without overlap. A `Copy`
+walks a destination and a source with one common index space. `align` rewrites a copy until one of its sides is a box of
+its base, by splitting and merging dimensions on both sides at once, so that nothing has to be guessed from shapes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Dim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`dst[dst_offset + sum(i * dim.dst)] = src[src_offset + sum(i * dim.src)]` for every index i; sizes are 2 or more."""
+    """`dst[dst_offset + sum(i * d.dst)] = src[src_offset + sum(i * d.src)]` for every index i over `dims`.
+
+    Every dimension has size 2 or more.
+    """
 
     dst_offset: int
     src_offset: int

@@ -16,7 +16,7 @@ __all__ = ["check_coverage"]
 
 
 def check_coverage(parameter: str, shape: Sequence[int], regions: Sequence[Box], fills: Sequence[Box]) -> int:
-    """Checks that `regions` are disjoint and cover the parameter together with `fills`; returns the elements of padding.
+    """Checks that `regions` are disjoint and, with `fills`, cover the parameter; returns the elements of padding.
 
     Padding is what a fill covers and no region does. Raises DescribeError naming parameter and box.
     """
@@ -40,6 +40,8 @@ def _edges(dim: int, extent: int, boxes: Sequence[Box]) -> IntArray:
 
 def _count(edges: list[IntArray], boxes: Sequence[Box]) -> IntArray:
     """How many boxes lie over each cell of the grid of edges."""
+    if not edges:
+        return np.array(len(boxes), dtype=np.int64)
     delta = np.zeros([len(e) for e in edges], dtype=np.int64)
     if boxes:
         start = np.array([b.start for b in boxes], dtype=np.int64).reshape(len(boxes), len(edges))

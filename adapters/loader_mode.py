@@ -1,22 +1,32 @@
-"""The dispatch mode behind `trace_loader`: sees every operator, lets no write to a real tensor pass, remembers where data came from.
+"""The dispatch mode behind `trace_loader`: lets no write to a real tensor pass, and remembers where data came from.
 
-Three kinds of storage are known while it runs. A *record* is a storage whose content is boxes of logical tensors and constants: the
-logical tensors themselves, and whatever was copied together from them. A *temporary* is a real storage that the loader
-made during the trace; it may be written. Everything else existed before, and stays as it is.
+Three kinds of storage are known while it runs. A *record* is a storage whose content is boxes of logical tensors and
+constants: the logical tensors themselves, and whatever was copied together from them. A *temporary* is a real storage
+that the loader made during the trace; it may be written. Everything else existed before, and stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weightcast.adapters.copies import Base, Box, Copy, NotABoxError, align
 from weightcast.adapters.loader_trace import ElsewhereWrite, Recorder, copy_between
-from weightcast.adapters.copies import Aligned, Base, Box, Copy, Dim, NotABoxError, align, intersect, subtract
+from weightcast.adapters.provenance import (
+    Piece,
+    Record,
+    Temporary,
+    as_allocated,
+    check_lossless,
+    constant_piece,
+    pieces_of,
+    same_memory,
+    storage_id,
+)
 from weightcast.transfer.dtypes import to_torch
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout import TensorSpec
@@ -41,64 +51,11 @@ _NO_DATA = _CONSTANTS | {
 _ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
 
 
-@dataclass(slots=True)
-class Piece:
-    """Box `box` of a record holds logical `tensor` from element `offset` on, `stride` per dimension of the record.
-
-    `tensor` None is a constant. `through` are the dtypes the values went through on the way.
-    """
-
-    box: Box
-    tensor: str | None
-    offset: int
-    stride: tuple[int, ...]
-    through: tuple[torch.dtype, ...] = ()
-
-
-@dataclass(slots=True)
-class Record:
-    """A storage with known content; of overlapping pieces the later holds. `computed` names what it was computed from, if it was."""
-
-    base: Base
-    dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
-    computed: frozenset[str] | None = None
-    alive: object = None
-
-
-@dataclass(slots=True)
-class Temporary:
-    """A real storage made during the trace. The weak reference keeps its address from being used for another one."""
-
-    alive: StorageWeakRef
-    base: Base
-    dtype: torch.dtype
-    constant: bool
-    parameter: str | None
-    """The parameter whose values it was computed from, if any."""
-
-
-def _storage(t: torch.Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
-
-
-def _base(t: torch.Tensor) -> Base:
-    return Base(t.storage_offset(), tuple(t.shape), tuple(t.stride()))
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
-
-
-class LoaderMode(TorchDispatchMode):
+class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Use as a context around the loader; `logical` makes its inputs, the recorder gets its writes."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current = ""
         self._recorder = recorder
         self._records: dict[int, Record] = {}
@@ -108,7 +65,7 @@ class LoaderMode(TorchDispatchMode):
         self._parameters: dict[int, list[str]] = {}
         self._written: dict[Any, tuple[list[int], list[str]]] = {}
         for name, t in recorder.parameters.items():
-            self._parameters.setdefault(_storage(t), []).append(name)
+            self._parameters.setdefault(storage_id(t), []).append(name)
 
     def logical(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
@@ -117,7 +74,7 @@ class LoaderMode(TorchDispatchMode):
         t = torch.empty(spec.shape, dtype=dtype, device="meta")
         base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
         whole = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
-        self._records[_storage(t)] = Record(base, dtype, [whole], alive=t)
+        self._records[storage_id(t)] = Record(base, dtype, [whole], alive=t)
         return t
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,8 +89,8 @@ class LoaderMode(TorchDispatchMode):
         return self._compute(func, args, kwargs, given)
 
     def _is_known(self, t: torch.Tensor) -> bool:
-        """Whether the tensor has no values to compute with: a meta tensor, or a real one that was only pretended to be written."""
-        return t.is_meta or _storage(t) in self._records
+        """Whether the tensor has no values to compute with: on the meta device, or written only in pretence."""
+        return t.is_meta or storage_id(t) in self._records
 
     # Operators that write
 
@@ -152,9 +109,9 @@ class LoaderMode(TorchDispatchMode):
 
     def _mutate(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
         inputs_known = any(self._is_known(t) for t in given)
-        if not inputs_known and all(_storage(t) in self._temporaries for t in written):
+        if not inputs_known and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
-                temporary = self._temporaries[_storage(t)]
+                temporary = self._temporaries[storage_id(t)]
                 covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
                 temporary.constant = func in _FILLS and covers
                 temporary.parameter = temporary.parameter or self._parameter_behind(given)
@@ -184,15 +141,16 @@ class LoaderMode(TorchDispatchMode):
             key = frozenset(returned.alias_info.before_set) if returned.alias_info is not None else None
             if key not in by_alias:
                 raise DescribeError(
-                    f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and computes at once; "
-                    "it cannot be traced"
+                    f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and "
+                    "computes "
+                    "at once; it cannot be traced"
                 )
             found.append(by_alias[key])
         return None if not found else found[0] if len(found) == 1 else tuple(found)
 
     def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
         """Records a copy, or a fill where `src` is None."""
-        if dst.numel() == 0 or (src is not None and _same_memory(dst, src)):
+        if dst.numel() == 0 or (src is not None and same_memory(dst, src)):
             return
         try:
             copies = list(self._copies(dst, src))
@@ -224,7 +182,7 @@ class LoaderMode(TorchDispatchMode):
             if name is None:
                 self._recorder.filled(parameter, copy)
                 continue
-            _check_lossless(self._dtypes[name], through, t.dtype)
+            check_lossless(self._dtypes[name], through, t.dtype)
             self._recorder.copied(parameter, name, self._logical[name], copy)
 
     def _copies(
@@ -234,11 +192,11 @@ class LoaderMode(TorchDispatchMode):
         if src is None:
             yield None, copy_between(dst), ()
             return
-        src = src.expand(dst.shape)
         record = self._record_for(src, create=False)
         if record is None:
-            temporary = self._temporaries.get(_storage(src))
-            if temporary is None or not temporary.constant:
+            # A number in a tensor of its own, as Python's `t[0] = 0` makes it, is a constant as well.
+            is_number = src.dim() == 0 and self._parameter_behind([src]) is None
+            if not is_number and not self._is_constant(src):
                 raise NotABoxError("values that are not in the checkpoint")
             yield None, copy_between(dst), ()
             return
@@ -246,17 +204,17 @@ class LoaderMode(TorchDispatchMode):
             raise NotABoxError("values computed from the checkpoint")
         if src.dtype != record.dtype:
             raise NotABoxError(f"bits of {record.dtype} read as {src.dtype}")
-        for part in align(copy_between(dst, src), record.base, "src"):
-            yield from _by_piece(part, record)
+        for part in align(copy_between(dst, src.expand(dst.shape)), record.base, "src"):
+            yield from pieces_of(part, record)
 
     def _record_for(self, t: torch.Tensor, create: bool = True) -> Record | None:
         """The record of a storage; a temporary gets one when it is first written with known content."""
-        key = _storage(t)
+        key = storage_id(t)
         record = self._records.get(key)
         if record is None and create and (temporary := self._temporaries.get(key)) is not None:
             record = self._records[key] = Record(temporary.base, temporary.dtype, alive=temporary.alive)
             if temporary.constant:
-                record.pieces.append(_constant(temporary.base))
+                record.pieces.append(constant_piece(temporary.base))
         return record
 
     def _spoil(self, dst: torch.Tensor, operator: str, names: frozenset[str], why: str) -> None:
@@ -279,24 +237,32 @@ class LoaderMode(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in _NO_DATA:
             return self._made(func(*args, **kwargs), name in _CONSTANTS)
-        out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+        if func in _ASKS_NO_VALUE:
+            return func(*args, **kwargs)
+        if not any("Tensor" in str(r.type) for r in func._schema.returns):
+            raise self._reads(func, known)
+        try:
+            out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+        except NotImplementedError as error:
+            raise self._reads(func, known) from error  # Its result has a shape that depends on values.
         made = list(_tensors([out]))
-        if not made and func not in _ASKS_NO_VALUE:
-            names = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
-            raise DescribeError(
-                f"the engine's loader reads values of checkpoint tensor {names or self.current!r} ({func}); what it does with "
-                "them cannot be traced"
-            )
-        inputs = {_storage(t) for t in given}
-        fresh = [t for t in made if _storage(t) not in inputs]
+        inputs = {storage_id(t) for t in given}
+        fresh = [t for t in made if storage_id(t) not in inputs]
         for t in fresh:
-            self._records[_storage(t)] = Record(_base(t), t.dtype, alive=t)
+            self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=t)
         if len(fresh) == 1 and self._is_copy(func, args, fresh[0]):
             return out
         names = frozenset().union(*(self._names(t) for t in given))
         for t in fresh:
-            self._records[_storage(t)].computed = names
+            self._records[storage_id(t)].computed = names
         return out
+
+    def _reads(self, func: Any, known: list[torch.Tensor]) -> DescribeError:
+        read = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
+        return DescribeError(
+            f"the engine's loader reads values of checkpoint tensor {(read or self.current)!r} ({func}); what it does "
+            "with them cannot be traced"
+        )
 
     def _is_copy(self, func: Any, args: Any, out: torch.Tensor) -> bool:
         """Fills the record of `out` when the operator only moves data."""
@@ -313,7 +279,7 @@ class LoaderMode(TorchDispatchMode):
             for i, t in enumerate(args[0]):
                 self._write(out.select(args[1] if len(args) > 1 else 0, i), t, str(func))
         elif func is aten.constant_pad_nd.default and min(args[1]) >= 0:
-            self._records[_storage(out)].pieces.append(_constant(_base(out)))
+            self._records[storage_id(out)].pieces.append(constant_piece(as_allocated(out)))
             inner = out
             for k, before in enumerate(args[1][::2]):
                 dim = out.dim() - 1 - k
@@ -326,8 +292,8 @@ class LoaderMode(TorchDispatchMode):
     def _made(self, out: torch.Tensor, constant: bool) -> torch.Tensor:
         """Registers a tensor whose content does not depend on any other."""
         if out.is_meta:
-            pieces = [_constant(_base(out))] if constant else []
-            self._records[_storage(out)] = Record(_base(out), out.dtype, pieces, alive=out)
+            pieces = [constant_piece(as_allocated(out))] if constant else []
+            self._records[storage_id(out)] = Record(as_allocated(out), out.dtype, pieces, alive=out)
         else:
             self._remember(out, constant, None)
         return out
@@ -340,13 +306,13 @@ class LoaderMode(TorchDispatchMode):
         made = list(_tensors([out]))
         if not made and behind is not None and func not in _ASKS_NO_VALUE:
             raise DescribeError(
-                f"the engine's loader reads values of parameter {behind!r} ({func}) at checkpoint tensor {self.current!r}; what "
-                "it does with them cannot be traced"
+                f"the engine's loader reads values of parameter {behind!r} ({func}) at checkpoint tensor "
+                f"{self.current!r}; what it does with them cannot be traced"
             )
-        inputs = {_storage(t) for t in given}
+        inputs = {storage_id(t) for t in given}
         constant = name in _CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
         for t in made:
-            if _storage(t) in inputs:
+            if storage_id(t) in inputs:
                 continue
             if t.is_meta:
                 self._made(t, constant)
@@ -355,18 +321,18 @@ class LoaderMode(TorchDispatchMode):
         return out
 
     def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
-        alive = StorageWeakRef(t.untyped_storage())
-        self._temporaries[_storage(t)] = Temporary(alive, _base(t), t.dtype, constant, parameter)
+        alive = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
+        self._temporaries[storage_id(t)] = Temporary(alive, as_allocated(t), t.dtype, constant, parameter)
 
     def _is_constant(self, t: torch.Tensor) -> bool:
-        temporary = self._temporaries.get(_storage(t))
+        temporary = self._temporaries.get(storage_id(t))
         return temporary is not None and temporary.constant
 
     # Names
 
     def _parameter_of(self, t: torch.Tensor) -> str | None:
         """The parameter that a view lies in."""
-        names = self._parameters.get(_storage(t), [])
+        names = self._parameters.get(storage_id(t), [])
         for name in names:
             p = self._recorder.parameters[name]
             end = p.storage_offset() + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
@@ -377,7 +343,7 @@ class LoaderMode(TorchDispatchMode):
     def _parameter_behind(self, given: list[torch.Tensor]) -> str | None:
         """A parameter whose values some of the tensors hold or were computed from."""
         for t in given:
-            key = _storage(t)
+            key = storage_id(t)
             if key in self._parameters:
                 return self._parameters[key][0]
             if key in self._temporaries and self._temporaries[key].parameter is not None:
@@ -386,42 +352,10 @@ class LoaderMode(TorchDispatchMode):
 
     def _names(self, t: torch.Tensor) -> frozenset[str]:
         """The logical tensors that a tensor holds or was computed from."""
-        record = self._records.get(_storage(t))
+        record = self._records.get(storage_id(t))
         if record is None:
             return frozenset()
         return (record.computed or frozenset()) | {p.tensor for p in record.pieces if p.tensor is not None}
-
-
-def _constant(base: Base) -> Piece:
-    return Piece(Box((0,) * len(base.size), base.size), None, 0, (0,) * len(base.size))
-
-
-def _by_piece(part: Aligned, record: Record) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
-    """A copy out of a box of a record as copies out of what the box holds. Raises NotABoxError for memory nobody wrote."""
-    remaining = [part.box]
-    for piece in reversed(record.pieces):
-        left: list[Box] = []
-        for box in remaining:
-            common = intersect(box, piece.box)
-            if common is None:
-                left.append(box)
-                continue
-            left.extend(subtract(box, common))
-            dst = part.copy.dst_offset + _dot(common.start, part.box.start, part.other)
-            src = piece.offset + _dot(common.start, piece.box.start, piece.stride)
-            steps = zip(common.size, part.other, piece.stride, strict=True)
-            yield piece.tensor, Copy(dst, src, tuple(Dim(*step) for step in steps if step[0] > 1)), piece.through
-        remaining = left
-    if remaining:
-        raise NotABoxError(f"memory that nothing was written to (box {remaining[0].start}, {remaining[0].size})")
-
-
-def _dot(at: tuple[int, ...], start: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    return sum((a - s) * t for a, s, t in zip(at, start, stride, strict=True))
-
-
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _storage(a) == _storage(b) and _base(a) == _base(b) and a.dtype == b.dtype
 
 
 def _to_meta(values: Any) -> Any:
@@ -437,17 +371,9 @@ def _to_meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: torch.device("meta") if k == "device" else _to_meta(v) for k, v in kwargs.items() if k != "pin_memory"}
 
 
-def _check_lossless(logical: torch.dtype, through: tuple[torch.dtype, ...], final: torch.dtype) -> None:
-    """Raises NotABoxError where values are rounded on the way more than by the final conversion."""
-    for dtype in through:
-        if dtype != final and not _holds(dtype, logical):
-            raise NotABoxError(f"values of {logical} rounded to {dtype} on the way to {final}")
-
-
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    if wide == narrow:
-        return True
-    if wide.is_floating_point and narrow.is_floating_point:
-        a, b = torch.finfo(wide), torch.finfo(narrow)
-        return bool(a.eps <= b.eps and a.max >= b.max and a.smallest_normal <= b.smallest_normal)
-    return False
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))

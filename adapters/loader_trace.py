@@ -1,16 +1,16 @@
 """Traces an engine's own weight loader into regions, without moving a byte.
 
-The loader gets meta tensors, one per checkpoint name, under a `TorchDispatchMode`. Views of a meta tensor keep storage offset and
-strides, so the final `copy_` into a parameter names both sides exactly. Nothing real is written: every operator that would change a
-tensor which existed before the trace is swallowed and recorded. Tensors made on the way (cat, clone, dtype conversion,
-buffers that are filled piece by piece) remember which box of which logical tensor each of their parts came from.
+The loader gets meta tensors, one per checkpoint name, under a `TorchDispatchMode`. Views of a meta tensor keep storage
+offset and strides, so the final `copy_` into a parameter names both sides exactly. Nothing real is written: every
+operator that would change a tensor which existed before the trace is swallowed and recorded. Tensors made on the way
+(cat, clone, dtype conversion, buffers filled piece by piece) remember which boxes of which logical tensors they hold.
 
     trace = trace_loader(model.load_weights, dict(model.named_parameters()), read_headers(model_path))
     for region in trace.regions:
         region.view.copy_(checkpoint[region.tensor][region.box])
 
-What is no strided copy of logical tensors is not guessed: a write that cannot be resolved is listed in `Trace.opaque`, and a
-loader that reads a loaded value in Python (`.item()`, a comparison) raises DescribeError.
+What is no strided copy of logical tensors is not guessed: a write that cannot be resolved is listed in `Trace.opaque`,
+and a loader that reads a loaded value in Python (`.item()`, a comparison) raises DescribeError.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["ElsewhereWrite", "Fill", "OpaqueWrite", "Trace", "TracedRegion", "tr
 class TracedRegion:
     """Box `box` of `parameter` is written with the box (offset, view.shape) of logical tensor `tensor`.
 
-    `view` is the memory of the box, its dimensions in the order of the logical tensor's; `box` is in the coordinates of the
-    parameter. `order` numbers all writes of the trace.
+    `view` is the memory of the box, its dimensions in the order of the logical tensor's; `box` is in the coordinates of
+    the parameter. `order` numbers all writes of the trace.
     """
 
     parameter: str
@@ -75,7 +75,7 @@ class ElsewhereWrite:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything the loader would have written, in the order it would have; `used` names the logical tensors it took."""
+    """Everything the loader would have written, in that order; `used` names the logical tensors it took."""
 
     regions: tuple[TracedRegion, ...]
     fills: tuple[Fill, ...]
@@ -102,7 +102,7 @@ class Recorder:
         known = self._bases.get(parameter)
         if known is None:
             t = self.parameters[parameter]
-            known = self._bases[parameter] = Base(t.storage_offset(), tuple(t.shape), tuple(t.stride()))
+            known = self._bases[parameter] = Base(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
         return known
 
     def copied(self, parameter: str, tensor: str, logical: Base, copy: Copy) -> None:
@@ -153,7 +153,7 @@ def copy_between(dst: torch.Tensor, src: torch.Tensor | None = None) -> Copy:
     """The copy of one view into another of the same shape; without `src` the source does not move."""
     steps = (0,) * dst.dim() if src is None else src.stride()
     dims = tuple(Dim(n, d, s) for n, d, s in zip(dst.shape, dst.stride(), steps, strict=True) if n > 1)
-    return Copy(dst.storage_offset(), 0 if src is None else src.storage_offset(), dims)
+    return Copy(int(dst.storage_offset()), 0 if src is None else int(src.storage_offset()), dims)
 
 
 def trace_loader(
@@ -163,9 +163,9 @@ def trace_loader(
 ) -> Trace:
     """What `load_weights` would write into `parameters` if it were given every tensor of `catalog`, in that order.
 
-    `parameters` are real tensors by name; names that share a storage are told apart by where they lie in it, and a name that is
-    the same memory as an earlier one is not written separately. No real tensor is changed. Raises DescribeError when the loader
-    raises, reads loaded values in Python, or gives a parameter other memory.
+    `parameters` are real tensors by name; names that share a storage are told apart by where they lie in it, and a name
+    that is the same memory as an earlier one is not written separately. No real tensor is changed. Raises DescribeError
+    when the loader raises, reads loaded values in Python, or gives a parameter other memory.
     """
     import torch
 

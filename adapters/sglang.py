@@ -3,8 +3,9 @@
     sink = SglangSink.from_model_runner(scheduler.tp_worker.model_runner)
     layout = sink.describe()
 
-Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place: what SGLang derives
-from them (MLA's `w_kc` and `w_vc`) is its own business at the end of the update session, and is named in the notes.
+Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place: what
+SGLang derives from them (MLA's `w_kc` and `w_vc`) is its own business at the end of the update session, and is named in
+the notes.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from weightcast.adapters.coverage import check_coverage
 from weightcast.adapters.loader_trace import Fill, Trace, TracedRegion, trace_loader
 from weightcast.adapters.sglang_experts import (
     ExpertLayer,
-    Held,
     attribute,
-    describe_global,
-    describe_slots,
     dispatch_table,
     find_layers,
     read_placement,
     sglang_version,
 )
+from weightcast.adapters.sglang_slots import Held, describe_global, describe_slots
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout import NO_SLOT, LayoutBuilder, LayoutNotes, RankLayout, TensorSpec
 from weightcast.transfer.placement import RankPlacement
@@ -55,10 +54,10 @@ class SglangSink:
     def __init__(
         self, model: torch.nn.Module, catalog: Mapping[str, TensorSpec], *, rank: int = 0, as_loaded: bool = False
     ) -> None:
-        """`catalog` is every tensor of the checkpoint, with names as SGLang's loader takes them; `rank` is for messages.
+        """`catalog` is every tensor of the checkpoint, named as SGLang's loader takes them; `rank` is for messages.
 
-        `as_loaded` says that nothing was done to the weights since they were loaded, so that a quantisation method which
-        repacks them afterwards is no obstacle.
+        `as_loaded` says that nothing was done to the weights since they were loaded, so that a quantisation method
+        which repacks them afterwards is no obstacle.
         """
         self._model = model
         self._catalog = dict(catalog)
@@ -153,8 +152,8 @@ class SglangSink:
                 if self._as_loaded:
                     continue
                 raise DescribeError(
-                    f"module {name!r}: quantisation method {method} of SGLang {sglang_version()} may rearrange weights after "
-                    "loading; weightcast does not write such weights in place"
+                    f"module {name!r}: quantisation method {method} of SGLang {sglang_version()} may rearrange weights "
+                    "after loading; weightcast does not write such weights in place"
                 )
             if method == "UnquantizedFusedMoEMethod" and os.environ.get("SGLANG_USE_AITER", "0").lower() in (
                 "1",
@@ -165,7 +164,7 @@ class SglangSink:
                 )
 
     def _left_out(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """Checkpoint tensors that no rank of the instance will hold, with the reason; ranks of other stages or experts are not named."""
+        """Checkpoint tensors that no rank of the instance holds, with the reason; not those that other ranks hold."""
         config = getattr(self._model, "config", None)
         count = getattr(config, "num_hidden_layers", None)
         for name in self._catalog:
@@ -173,9 +172,9 @@ class SglangSink:
                 continue
             layer = _LAYER.search(name)
             if layer is not None and count is not None and int(layer[1]) >= count:
-                yield name, f"layer {layer[1]} of a model of {count} layers is a draft (MTP) layer, which is not loaded"
+                yield name, f"layer {layer[1]} is a draft (MTP) layer, which is no part of this model"
             elif re.search(r"(?:^|\.)mtp\.", name):
-                yield name, "draft (MTP) tensors are not loaded"
+                yield name, "draft (MTP) tensors are no part of this model"
             elif "rotary_emb.inv_freq" in name:
                 yield name, "rotary frequencies are computed by the engine"
             elif name == "lm_head.weight" and getattr(config, "tie_word_embeddings", False):
@@ -183,7 +182,7 @@ class SglangSink:
 
 
 class _Attributes:
-    """Tensors that modules keep as plain attributes, neither parameters nor buffers: what SGLang derives from weights."""
+    """Tensors that modules keep as plain attributes, neither parameters nor buffers; derived from weights."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -223,7 +222,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, then persistent buffers, by name; memory that lies inside an earlier one is left out (tied weights)."""
+    """Parameters, then persistent buffers, by name, without those that lie inside an earlier one (tied weights)."""
     seen: dict[int, list[tuple[int, int]]] = {}
     named = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
     for path, module in model.named_modules():
@@ -250,8 +249,9 @@ def _refuse_untraceable(trace: Trace) -> None:
     if trace.opaque:
         w = trace.opaque[0]
         raise DescribeError(
-            f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with {w.operator}, {w.why}; "
-            f"{len(trace.opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
+            f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with "
+            f"{w.operator}, "
+            f"{w.why}; {len(trace.opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
         )
     for other in trace.elsewhere:
         if other.tensors:
@@ -277,8 +277,9 @@ def _once(writes: _Writes) -> list[TracedRegion]:
         for r in found.values():
             if fill.order > r.order and _overlap(fill, r):
                 raise DescribeError(
-                    f"parameter {r.parameter!r}: the loader fills box {list(fill.box.start)} + {list(fill.box.size)} after it wrote "
-                    f"{r.tensor!r} there"
+                    f"parameter {r.parameter!r}: the loader fills box {list(fill.box.start)} + {list(fill.box.size)} "
+                    "after "
+                    f"it wrote {r.tensor!r} there"
                 )
     return list(found.values())
 

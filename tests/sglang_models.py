@@ -34,7 +34,12 @@ COMMON: dict[str, Any] = {
     "attention_bias": False,
     "intermediate_size": INTERMEDIATE,
 }
-QWEN3 = COMMON | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": HEAD_DIM}
+QWEN3 = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+}
 QWEN3_MOE = COMMON | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -1,16 +1,14 @@
-"""Builds real SGLang models in Gloo processes without a GPU, and checks what a sink says about them against SGLang's own loader.
+"""Builds real SGLang models in Gloo processes without a GPU, and checks what a sink says against SGLang's own loader.
 
-A worker calls `boot` once and `build` as often as it likes: building a tiny model takes a fraction of a second, importing SGLang
-half a minute.
+A worker calls `boot` once and `build` as often as it likes: building a tiny model takes a fraction of a second,
+importing SGLang half a minute.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,21 +40,30 @@ class Rank(NamedTuple):
     checkpoint: dict[str, torch.Tensor]
 
 
-def environment(world: int, deep_ep: bool = False) -> None:
+def environment() -> None:
     """Sets what SGLang reads when it is imported; before any import of it."""
     os.environ |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * world),
+        "SGLANG_PLUGINS": "none",
     }
-    if deep_ep:
-        sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
+
+
+def preload() -> None:
+    """Imports what building a model needs, without starting anything."""
+    import sglang.srt.eplb.expert_location_updater
+    import sglang.srt.model_loader.loader
+    import sglang.srt.models.deepseek_v2
+    import sglang.srt.models.qwen3
+    import sglang.srt.models.qwen3_moe
+    import sglang.srt.server_args  # noqa: F401
 
 
 def boot(rank: int, world: int, port: int, path: str, **server: Any) -> Rank:
     """Publishes the server arguments and makes the parallel groups, as a scheduler process does."""
-    environment(world, server.get("moe_a2a_backend") == "deepep")
+    environment()
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * world)  # One entry per rank.
     import logging
 
     from sglang.srt.configs.model_config import ModelConfig
@@ -102,11 +109,13 @@ def set_map(r: Rank, rows: Sequence[Sequence[int]] | None = None) -> Any:
 def build(r: Rank) -> torch.nn.Module:
     """The real model with every floating-point parameter full of NaN."""
     from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
+    load_config = LoadConfig(load_format="auto")
+    quant_config = _get_quantization_config(r.model_config, load_config)
     with set_default_torch_dtype(r.model_config.dtype), torch.device("cpu"):
-        model = _initialize_model(r.model_config, LoadConfig(load_format="auto"))
+        model = _initialize_model(r.model_config, load_config, quant_config)
     poison(model)
     return model
 
@@ -141,7 +150,7 @@ def write(layout: RankLayout, checkpoint: dict[str, torch.Tensor]) -> None:
 
 
 def fill_padding(model: torch.nn.Module, layout: RankLayout) -> int:
-    """Zeroes what no region covers, and returns how many bytes that were; an engine's first load has done it long ago."""
+    """Zeroes what no region covers, and returns how many bytes that were; an engine's first load did it long ago."""
     zeroed = 0
     covered = {id(p): torch.zeros(p.shape, dtype=torch.bool) for p in model.parameters()}
     by_storage = {p.untyped_storage()._cdata: p for p in model.parameters()}
@@ -188,3 +197,33 @@ def expert_layers(model: torch.nn.Module) -> list[Any]:
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return [m for m in model.modules() if isinstance(m, FusedMoE)]
+
+
+def slot_parts(r: Rank, m: Any, holder: str) -> dict[str, torch.Tensor]:
+    """What one slot of each parameter of a FusedMoE must be when it holds `holder` ("experts.3", "shared_experts")."""
+    parts = {}
+    for kind, block in (("weight", 1), ("weight_scale_inv", 32)):
+        if not hasattr(m, f"w13_{kind}"):
+            continue
+        count = m.intermediate_size_per_partition // block
+        rows = slice(m.moe_tp_rank * count, (m.moe_tp_rank + 1) * count)
+        prefix = f"model.layers.{m.layer_id}.mlp.{holder}"
+        gate, up = (r.checkpoint[f"{prefix}.{which}_proj.{kind}"][rows] for which in ("gate", "up"))
+        both = [gate, up] if block > 1 else [gate.view(torch.uint8), up.view(torch.uint8)]
+        parts[f"w13_{kind}"] = torch.cat(both).view(gate.dtype)
+        parts[f"w2_{kind}"] = r.checkpoint[f"{prefix}.down_proj.{kind}"][:, rows]
+    return parts
+
+
+def wrong_slots(r: Rank, model: torch.nn.Module, rows: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
+    """(layer, local slot) of every slot that does not hold, byte for byte, what the map says; shared slots included."""
+    wrong = set()
+    for m in expert_layers(model):
+        first = m._expert_storage_rank * m._num_local_routed
+        for slot in range(m.num_local_experts):
+            routed = slot < m._num_local_routed
+            holder = f"experts.{rows[m.layer_id][first + slot]}" if routed else "shared_experts"
+            for name, expected in slot_parts(r, m, holder).items():
+                if not torch.equal(as_bytes(getattr(m, name)[slot]), as_bytes(expected)):
+                    wrong.add((m.layer_id, slot))
+    return wrong

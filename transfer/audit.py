@@ -17,17 +17,17 @@ __all__ = ["audit_dispatch", "audit_shared_dispatch"]
 
 
 def audit_dispatch(placement: ExpertPlacement, dispatch: IntArray) -> None:
-    """Every row points at a slot that holds the row's expert by the placement. Raises AgreementError naming the first that does not."""
+    """Checks that every row points at a slot that holds the row's expert by the placement. Raises AgreementError."""
     if len(dispatch) == 0:
         return
     layer, expert, slot = dispatch.T
-    outside = (
-        (layer < 0) | (expert < 0) | (expert >= placement.num_logical) | (slot < 0) | (slot >= placement.num_physical)
-    )
+    outside = (layer < 0) | (expert < 0) | (slot < 0)
+    outside |= (expert >= placement.num_logical) | (slot >= placement.num_physical)
     if outside.any():
         row = dispatch[int(outside.argmax())]
         raise AgreementError(
-            f"layer {row[0]}: the dispatcher may send logical expert {row[1]} to physical slot {row[2]}, expected experts "
+            f"layer {row[0]}: the dispatcher may send logical expert {row[1]} to physical slot {row[2]}, expected "
+            "experts "
             f"0..{placement.num_logical - 1} and slots 0..{placement.num_physical - 1}"
         )
     past = layer >= placement.num_layers
@@ -37,17 +37,19 @@ def audit_dispatch(placement: ExpertPlacement, dispatch: IntArray) -> None:
     if wrong.any():
         at = int(wrong.argmax())
         row = dispatch[at]
+        rank, local = divmod(int(row[2]), placement.slots_per_rank)
         raise AgreementError(
             f"layer {row[0]}: the dispatcher may send logical expert {row[1]} to physical slot {row[2]} (EP rank "
-            f"{row[2] // placement.slots_per_rank}, local slot {row[2] % placement.slots_per_rank}), which holds logical expert "
-            f"{held[at]} by the placement; {int(wrong.sum())} such entries"
+            f"{rank}, "
+            f"local slot {local}), which holds logical expert {held[at]} by the placement; {int(wrong.sum())} such "
+            "entries"
         )
 
 
 def audit_shared_dispatch(tables: Mapping[int, IntArray]) -> None:
-    """All ranks have the same rows in the layers that they share; for engines whose EP ranks must pick the same replica.
+    """Checks that ranks have the same rows in layers they share; for engines whose EP ranks must agree on a replica.
 
-    `tables` are by rank. Raises AgreementError naming two ranks, layer and expert: a table that differs sums an expert twice.
+    `tables` are by rank. Raises AgreementError naming two ranks, layer and expert, which would be summed twice.
     """
     by_layer: dict[int, tuple[int, IntArray]] = {}
     for rank, table in sorted(tables.items()):
@@ -62,8 +64,9 @@ def audit_shared_dispatch(tables: Mapping[int, IntArray]) -> None:
             _, expert, _ = min(mine ^ other)
             raise AgreementError(
                 f"layer {layer}, logical expert {expert}: the dispatcher of rank {rank} may choose physical slots "
-                f"{_slots(mine, expert)}, that of rank {first_rank} {_slots(other, expert)}; without an all-to-all backend all EP "
-                "ranks must have the same table, or the expert is summed twice"
+                f"{_slots(mine, expert)}, that of rank {first_rank} {_slots(other, expert)}; without an all-to-all "
+                "backend "
+                "all EP ranks must have the same table, or the expert is summed twice"
             )
 
 
