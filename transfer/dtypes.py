@@ -1,7 +1,7 @@
 """Element types by name, code and size, without importing torch.
 
-Codes travel on the wire, so the order below is fixed: append, never insert. Names are torch's, which are also those of the
-JSON bundle. `SAFETENSORS` maps the spelling of safetensors headers (safetensors 0.5, README, "Format").
+Codes travel on the wire, so the order below is fixed: append, never insert. Names are torch's, which are also those of
+the JSON bundle. `SAFETENSORS` maps the spelling of safetensors headers (safetensors 0.5, README, "Format").
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two sides of a weight update as the rest of weightcast sees them.
 
-A *source* is one trainer rank, a *sink* one inference rank. Adapters implement these protocols; the planner, the gateway and
-the executor know nothing else about a framework.
+A *source* is one trainer rank, a *sink* one inference rank. Adapters implement these protocols; the planner, the
+gateway and the executor know nothing else about a framework.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Source(Protocol):
     def describe(self) -> RankLayout:
         """Everything this rank holds, as regions of logical tensors over its live memory.
 
-        Called on every trainer rank when the pair connects and again before each update, outside of forward and backward.
-        Must not communicate: ranks call it at different times. Raises DescribeError for what it cannot describe.
+        Called on every trainer rank when the pair connects and again before each update, outside of forward and
+        backward. Must not communicate: ranks call it at different times. Raises DescribeError for what it cannot
+        describe.
         """
         ...
 
@@ -32,10 +33,10 @@ class Sink(Protocol):
     """One inference rank."""
 
     def describe(self) -> RankLayout:
-        """Every byte of every parameter of this rank as regions over its live memory, each slot of each replica included.
+        """Every byte of every parameter of this rank as regions over its live memory, every slot of a replica included.
 
-        Called when the instance connects. Must not communicate and must not change any weight. Raises DescribeError for what
-        it cannot describe and AgreementError where engine and placement contradict each other.
+        Called when the instance connects. Must not communicate and must not change any weight. Raises DescribeError for
+        what it cannot describe and AgreementError where engine and placement contradict each other.
         """
         ...
 

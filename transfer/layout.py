@@ -1,11 +1,12 @@
 """What one rank holds: a table of regions, and the memory behind each row.
 
-A *region* is a box of one logical tensor that lies in this rank's memory as one strided view. `RegionTable` has the boxes in
-numpy columns and goes on the wire; `Memory` has, in the same order, where each box lies, and stays. Row i of one is row i of
-the other because one call of `LayoutBuilder.add` appends to both: what is advertised and what is moved cannot differ.
+A *region* is a box of one logical tensor that lies in this rank's memory as one strided view. `RegionTable` has the
+boxes in numpy columns and goes on the wire; `Memory` has, in the same order, where each box lies, and stays. Row i of
+one is row i of the other because one call of `LayoutBuilder.add` appends to both: what is advertised and what is moved
+cannot differ.
 
-Boxes have one width D in a table, the largest number of dimensions of its tensors and at least 1. Dimensions that a tensor
-lacks are padded at the end with offset 0 and size 1, so that volumes and intersections need no special case.
+Boxes have one width D in a table, the largest number of dimensions of its tensors and at least 1. Dimensions that a
+tensor lacks are padded at the end with offset 0 and size 1, so that volumes and intersections need no special case.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ class TensorTable:
 class RegionTable:
     """The regions of one rank in columns, n of them.
 
-    `tensor` is (n,) int64 rows of `tensors`; `offset` and `size` are (n, D) int64; `slot` is (n,) int64, NO_SLOT where the
-    region belongs to no expert slot, else the local slot index on that rank.
+    `tensor` is (n,) int64 rows of `tensors`; `offset` and `size` are (n, D) int64; `slot` is (n,) int64, NO_SLOT where
+    the region belongs to no expert slot, else the local slot index on that rank.
     """
 
     tensors: TensorTable
@@ -178,15 +179,15 @@ class RegionTable:
         return np.asarray(self.size.prod(axis=1) * ITEMSIZE[self.tensors.dtype[self.tensor]])
 
     def validate(self) -> None:
-        """Shapes of the columns, indices, and every box inside its tensor. Raises LayoutError naming the first fault."""
+        """Shapes of the columns, indices, and each box inside its tensor. Raises LayoutError naming the first fault."""
         n, width = len(self), self.tensors.width
-        for name, column, shape in (
+        for name, column, expected in (
             ("offset", self.offset, (n, width)),
             ("size", self.size, (n, width)),
             ("slot", self.slot, (n,)),
         ):
-            if column.shape != shape:
-                raise LayoutError(f"column {name} has shape {column.shape}, expected {shape}")
+            if column.shape != expected:
+                raise LayoutError(f"column {name} has shape {column.shape}, expected {expected}")
         if len(set(self.tensors.names)) != len(self.tensors):
             raise LayoutError("two logical tensors of one table have the same name")
         bad = (self.tensor < 0) | (self.tensor >= len(self.tensors))
@@ -205,7 +206,8 @@ class RegionTable:
             )
         if (self.slot < NO_SLOT).any():
             row = int((self.slot < NO_SLOT).argmax())
-            raise LayoutError(f"region {row} of {self.region(row).tensor!r} has slot {int(self.slot[row])}, expected >= 0")
+            region = self.region(row)
+            raise LayoutError(f"region {row} of {region.tensor!r} has slot {region.slot}, expected >= 0")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -223,8 +225,9 @@ class RegionTable:
 class Memory:
     """Where each row of a table lies, in columns.
 
-    `bases` are flat tensors, one per storage and dtype; row i is `bases[base[i]].as_strided(size[i], stride[i], start[i])`
-    with `start` and `stride` in elements. `address` (len(bases),) holds the data pointers seen when the layout was made.
+    `bases` are flat tensors, one per storage and dtype; row i is `bases[base[i]].as_strided(size[i], stride[i],
+    start[i])` with `start` and `stride` in elements. `address` (len(bases),) holds the data pointers seen when the
+    layout was made.
     """
 
     bases: tuple[torch.Tensor, ...]
@@ -247,10 +250,10 @@ class LayoutNotes:
     """What a rank declares beside its regions; all of it goes on the wire and is shown by `weightcast inspect`.
 
     `parameter_bytes` is what the rank's parameters occupy, `padding_bytes` how much of that the engine itself fills and
-    nobody sends. `derived` names tensors that the engine computes from parameters after an update. `left_out` names logical
-    tensors that this rank deliberately does not hold (for example MTP layers that are not loaded), with the reason.
-    `dispatch` is the dispatch audit of an inference rank: (layer, logical expert, physical slot) triples, shape (n, 3), that
-    its token dispatcher may choose.
+    nobody sends. `derived` names tensors that the engine computes from parameters after an update. `left_out` names
+    logical tensors that this rank deliberately does not hold (for example MTP layers that are not loaded), with the
+    reason. `dispatch` is the dispatch audit of an inference rank: (layer, logical expert, physical slot) triples, shape
+    (n, 3), that its token dispatcher may choose.
     """
 
     parameter_bytes: int = 0
@@ -296,8 +299,8 @@ class RankLayout:
 class RankReport:
     """A RankLayout as it goes on the wire: everything but the memory.
 
-    `rank` counts within its side (trainer or one instance), 0 <= rank < world_size. `host` is a name that is equal for ranks
-    on one machine, or empty when unknown.
+    `rank` counts within its side (trainer or one instance), 0 <= rank < world_size. `host` is a name that is equal for
+    ranks on one machine, or empty when unknown.
     """
 
     rank: int
@@ -328,8 +331,8 @@ class LayoutBuilder:
     ) -> None:
         """One region: the box at `offset` of logical tensor `tensor` with global `shape`; `view` is its memory.
 
-        The size of the box is `view.shape`, the dtype is the view's. Raises LayoutError when the tensor was added before with
-        another shape or dtype, and for views whose layout is not strided.
+        The size of the box is `view.shape`, the dtype is the view's. Raises LayoutError when the tensor was added
+        before with another shape or dtype, and for views whose layout is not strided.
         """
         import torch
 
@@ -338,9 +341,9 @@ class LayoutBuilder:
         if known != spec:
             raise LayoutError(f"tensor {tensor!r} is {known} in one region and {spec} in another of the same rank")
         if view.layout != torch.strided:
-            raise LayoutError(f"tensor {tensor!r}: memory layout {view.layout} is not strided; it cannot be written in place")
+            raise LayoutError(f"tensor {tensor!r} has memory layout {view.layout}, expected strided to write in place")
         self._regions.append(Region(tensor, tuple(offset), tuple(view.shape), slot))
-        self._memory.append((self._base_of(view), view.storage_offset(), tuple(view.stride())))
+        self._memory.append((self._base_of(view), int(view.storage_offset()), tuple(view.stride())))
 
     def _base_of(self, view: torch.Tensor) -> int:
         import torch
@@ -351,7 +354,7 @@ class LayoutBuilder:
         if index is None:
             index = self._base_index[key] = len(self._bases)
             numel = storage.nbytes() // view.element_size()
-            flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (numel,), (1,))  # type: ignore[arg-type]
+            flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (numel,), (1,))
             self._bases.append(flat)
         return index
 

@@ -1,7 +1,7 @@
 """A transfer plan: columns for the whole pair, and the part of it that one rank needs.
 
-Every box in a plan is in the coordinates of a logical tensor. `region` columns index the table that the rank reported, so a
-part is valid only for that table: it carries the table's fingerprint.
+Every box in a plan is in the coordinates of a logical tensor. `region` columns index the table that the rank reported,
+so a part is valid only for that table: it carries the table's fingerprint.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Kind(IntEnum):
 class Operations:
     """m operations in columns, all int64, (m,) unless said otherwise.
 
-    `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`; `instance`,
-    `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank are the
-    destination's. Sorted by (instance, dst_rank, kind, src_rank, tensor, offset): the order in which a pair of ranks
-    exchanges boxes, the same on both sides.
+    `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
+    `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
+    are the destination's. Sorted by (instance, dst_rank, kind, src_rank, tensor, offset): the order in which a pair of
+    ranks exchanges boxes, the same on both sides.
     """
 
     kind: IntArray
@@ -61,10 +61,11 @@ class Operations:
 class DigestRows:
     """k boxes to digest after an update, in columns, all int64, (k,) unless said otherwise.
 
-    `instance` (TRAINER for the trainer's), `rank`, `region`, `tensor`, `offset` and `size` (k, D), `dtype` code to digest in,
-    and `cell`. Cells are numbered per side over (tensor, dtype): rows with the same (instance, cell) hold the same box and must
-    have equal digests, and the cells of one (instance, tensor, dtype) are disjoint and cover the tensor, so that one digest of
-    each cell adds up to the digest of the logical tensor. On the trainer every cell has exactly one row, its owner.
+    `instance` (TRAINER for the trainer's), `rank`, `region`, `tensor`, `offset` and `size` (k, D), `dtype` code to
+    digest in, and `cell`. Cells are numbered per side over (tensor, dtype): rows with the same (instance, cell) hold
+    the same box and must have equal digests, and the cells of one (instance, tensor, dtype) are disjoint and cover the
+    tensor, so that one digest of each cell adds up to the digest of the logical tensor. On the trainer every cell has
+    exactly one row, its owner.
     """
 
     instance: IntArray
@@ -90,10 +91,10 @@ class RankPart:
 
     `instance` is the instance whose communicator this is; `is_trainer` says on which side the rank is. Members of the
     communicator are numbered with the trainer ranks that send to the instance first, ascending, then all ranks of the
-    instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this rank's
-    number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype` (len(operations),) is the dtype
-    code in which each box travels, the destination's. `digests` are the rank's own rows; for a trainer rank they are the same
-    in the parts of all instances. `table_fingerprint` is that of the table the rank reported.
+    instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this
+    rank's number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype` (len(operations),)
+    is the dtype code in which each box travels, the destination's. `digests` are the rank's own rows; for a trainer
+    rank they are the same in the parts of all instances. `table_fingerprint` is that of the table the rank reported.
     """
 
     instance: str
@@ -127,8 +128,9 @@ class TransferPlan:
     """The whole plan of a pair: every operation, and every box to digest.
 
     `tensors` has the logical tensors with the trainer's dtype. `instances` are the names in the order of the instance
-    columns. `instance_dtype` (I, T) is the dtype code of each tensor in each instance. `trainer_world` and `instance_world`
-    count ranks; `trainer_fingerprints` and `instance_fingerprints` are those of the tables planned for, by rank.
+    columns. `instance_dtype` (I, T) is the dtype code of each tensor in each instance. `trainer_world` and
+    `instance_world` count ranks; `trainer_fingerprints` and `instance_fingerprints` are those of the tables planned
+    for, by rank.
     """
 
     tensors: TensorTable
