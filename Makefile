@@ -31,7 +31,7 @@ test: setup
 
 check: setup
 	$(BIN)/ruff check .
-	MYPYPATH=$(VENV)/src $(BIN)/mypy
+	cd $(VENV)/src && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 	$(BIN)/lint-imports
 
 setup: $(STAMPS)/shims $(VENV)/src/weightcast
@@ -66,7 +66,7 @@ $(STAMPS)/shims: $(SHIM_FILES) $(STAMPS)/sglang $(STAMPS)/project
 	    || { echo "error: SGLang cannot be imported in $(VENV); see requirements/sglang-cpu.txt" >&2; exit 1; }
 	@touch $@
 
-# mypy takes a package from a folder of its name; the root of a clone may be called anything.
+# mypy takes a package from a folder of its name, and the root of a clone may be called anything: it runs beside this link.
 $(VENV)/src/weightcast: | $(STAMPS)/venv
 	@mkdir -p $(@D) && ln -sfn $(CURDIR) $@
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +35,17 @@ def native_forward(layer: torch.Tensor, x: torch.Tensor, topk: TopK, scale: floa
 
 
 def run_python(environment: dict[str, str], *arguments: str | Path) -> str:
+    """Output of a program that must succeed; what it started ends with it."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=400)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output + errors
+    return output
 
 
 @pytest.mark.sglang

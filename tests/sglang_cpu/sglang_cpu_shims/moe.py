@@ -18,9 +18,9 @@ def skip_absent_experts(
 ) -> Any:
     """`forward` over the experts of this rank alone.
 
-    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). Each (token, present expert) becomes a row of
-    its own with one expert of weight 1: an absent expert is never computed, whatever lies in its place, and `forward`,
-    which counts an id once per row, sees none twice. The weighted sum is then the engine's own, in the weights' dtype.
+    x (tokens, hidden), topk_output.topk_ids and .topk_weights (tokens, k). Each (token, present expert) becomes a row
+    of its own with one expert of weight 1: an absent expert is never computed, whatever lies in its place, and
+    `forward`, which counts an id once per row, sees none twice. The weighted sum is made as the engine does.
     """
     ids, weights = topk_output.topk_ids, topk_output.topk_weights
     present = ids >= 0
