@@ -24,9 +24,10 @@ def add(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from weightcast.gateway.client import GatewayClient
-    from weightcast.gateway.inspection import InspectTable
 
     with GatewayClient(arguments.gateway) as client:
-        found = client.inspect(arguments.pair, arguments.instance)
-    print(json.dumps(found) if arguments.json else InspectTable.from_json(found).text())
+        if arguments.json:
+            print(json.dumps(client.inspect(arguments.pair, arguments.instance)))
+        else:
+            print(client.inspect_text(arguments.pair, arguments.instance))
     return 0

@@ -49,11 +49,12 @@ def quiet() -> None:
 def make_model(folder: Path) -> None:
     """Writes a random Qwen3-MoE checkpoint (2 layers, 4 experts, byte vocabulary) to `folder`."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet()
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
+    config = AutoConfig.for_model(
+        "qwen3_moe",
         vocab_size=256,
         hidden_size=64,
         intermediate_size=128,

@@ -15,11 +15,12 @@ from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Header, Query, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.gateway import coordinator
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.service import Deadlines, Pair, PairSpec
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import (
@@ -272,13 +273,12 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
         return JSONResponse({key: asdict(record) for key, record in pair.results[version].items()})
 
     @app.get("/pairs/{name}/instances/{instance}/inspect")
-    async def inspect(name: str, instance: str) -> dict[str, Any]:
-        layout = gateway.pair(name).instance(instance).layout
-        if layout is None:
-            raise ControlError(f"instance {instance} of pair {name} has not registered yet")
-        from weightcast.gateway.inspection import inspect_instance
-
-        return inspect_instance(layout).to_json()
+    async def inspect(name: str, instance: str, text: bool = False) -> Response:
+        found = gateway.pair(name).instance(instance)
+        if found.layout is None:
+            raise found.failure or ControlError(f"instance {instance} of pair {name} has not registered yet")
+        table = inspect_instance(found.layout)
+        return PlainTextResponse(table.to_text()) if text else JSONResponse(table.to_json())
 
 
 def _rank_routes(app: FastAPI, gateway: Gateway) -> None:

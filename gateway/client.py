@@ -121,6 +121,10 @@ class GatewayClient:
         """Coverage, slots, replicas and same-rank pairs of an instance."""
         return dict(self._call("GET", f"/pairs/{pair}/instances/{instance}/inspect").json())
 
+    def inspect_text(self, pair: str, instance: str) -> str:
+        """The same for people."""
+        return self._call("GET", f"/pairs/{pair}/instances/{instance}/inspect", params={"text": True}).text
+
     def start_connect(self, pair: str) -> None:
         """Makes the gateway connect the instances of a pair."""
         self._call("POST", f"/pairs/{pair}/connect")

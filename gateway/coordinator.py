@@ -90,7 +90,7 @@ async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
         pair.spec.deadlines.register,
         lambda: f"instance {instance.name} ranks {_absent(instance.reports, world)} did not register",
     )
-    catalog = _trainer_layout(pair).tensors.specs()
+    catalog = _trainer_layout(pair).tensors
     return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()), catalog)
 
 
@@ -222,7 +222,7 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
         await _wait(
             pair,
             instance,
-            lambda: len(instance.ready) == world or bool(instance.stale) or call.done(),
+            lambda: len(instance.ready) == world or bool(instance.stale) or _refused(call),
             deadlines.prepare,
             lambda: f"instance {instance.name} ranks {_absent(instance.ready, world)} did not get ready",
         )
@@ -230,7 +230,7 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
             await pair.give(instance, Order("end", epoch, None, reason=instance.stale))
             raise StalePlanError(f"instance {instance.name}: {instance.stale}")
         if len(instance.ready) < world:
-            await call  # it came back early: raises what the engine said
+            await call  # raises what the engine said
         instance.on(Event.TRANSFER)
         await pair.give(instance, Order("run", epoch, version))
         await _transfer(pair, instance, call)
@@ -250,7 +250,7 @@ async def _transfer(pair: Pair, instance: Instance, call: asyncio.Task[None]) ->
     await _wait(
         pair,
         instance,
-        lambda: senders <= instance.transferred and (call.done() or instance.spec.kind == "worker"),
+        lambda: senders <= instance.transferred and call.done(),
         pair.spec.deadlines.transfer,
         lambda: (
             f"instance {instance.name}: "
@@ -262,8 +262,12 @@ async def _transfer(pair: Pair, instance: Instance, call: asyncio.Task[None]) ->
             + " did not finish the transfer"
         ),
     )
-    if instance.spec.kind != "worker":
-        await call
+    await call
+
+
+def _refused(call: asyncio.Task[None]) -> bool:
+    """Whether an engine's call came back with an error; then nobody else needs to be waited for."""
+    return call.done() and not call.cancelled() and call.exception() is not None
 
 
 async def _verify(pair: Pair, instance: Instance) -> DigestCounts:

@@ -386,8 +386,8 @@ class InstanceWorker:
     def serve(self, wait: float = 0.0) -> int | None:
         """For engines without an API of their own: follows the gateway's orders through one connect or update.
 
-        Call it between two batches, on every rank. Returns at once when there is no order within `wait` seconds, and stays while
-        something is under way. Returns the version that was committed, None when none was.
+        Call it between two batches, on every rank. Returns at once when there is no order within `wait` seconds, and
+        stays while something is under way. Returns the version that was committed, None when none was.
         """
         busy = False
         while True:

@@ -1,18 +1,19 @@
 """Ranks of a whole pair over plain tensors, run in processes of their own by test_worker.py.
 
-The trainer holds `w` (8, 4) in row shards and four experts; an instance holds `w` in column shards, and expert slots by a placement
-map. Everything between them is real: HTTP gateway, Gloo, planner, digests.
+The trainer holds `w` (8, 4) in row shards and four experts; an instance holds `w` in column shards, and expert slots by
+a placement map. Everything between them is real: HTTP gateway, Gloo, planner, digests.
 """
 
 from __future__ import annotations
 
-import os
+import logging
 import time
 from typing import Any
 
 import numpy as np
 import torch
 from plain_support import Piece, PlainSink
+
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.worker import InstanceWorker, TrainerWorker
 from weightcast.transfer.errors import WeightcastError
@@ -121,8 +122,8 @@ def instance(
 ) -> list[list[str]]:
     """Serves until as many versions as `plays["versions"]` are committed; the faults of its memory after each.
 
-    `plays` says what goes wrong: "rebalance" {version: row} changes the map after that version, "die" ends the process when the
-    version has been committed, "corrupt" flips an element of a slot between transfer and digest of that version.
+    `plays` says what goes wrong: "rebalance" {version: row} changes the map after that version, "corrupt" flips a bit of a
+    slot between transfer and digest of that version.
     """
     sink = SlotSink(rank, world, row)
     worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline)
@@ -134,8 +135,6 @@ def instance(
             if time.monotonic() > limit:
                 return [*faults, [f"version {version} was not committed within {deadline:g} s"]]
         faults.append(sink.check(version))
-        if plays.get("die") == version and rank == plays.get("rank", 0):
-            os._exit(1)
         if version in plays.get("rebalance", {}):
             sink.row = plays["rebalance"][version]
     worker.close()
@@ -159,8 +158,20 @@ def _play_corruption(worker: InstanceWorker, sink: SlotSink, plays: dict[str, An
 
 def play(rank: int, _world: int, _port: int, url: str, pair: str, roles: list[tuple[str, dict[str, Any]]]) -> Any:
     """Process `rank` takes the role `roles[rank]`."""
+    logging.disable(logging.CRITICAL)  # the failures that are played are asserted, not read
     torch.set_num_threads(1)
     kind, arguments = roles[rank]
     if kind == "trainer":
         return trainer(url=url, pair=pair, **arguments)
     return instance(url=url, pair=pair, **arguments)
+
+
+def lacking_play(rank: int, world: int, port: int, url: str, pair: str, roles: list[tuple[str, dict[str, Any]]]) -> Any:
+    """Like `play`, but the instance's one rank reports no placement, and three experts of four."""
+    if roles[rank][0] == "trainer":
+        return play(rank, world, port, url, pair, roles)
+    sink = SlotSink(0, 1, [0, 1, 2, 2])
+    pieces = [Piece("w", W, (0, 0), sink.w)]
+    pieces += [Piece(expert_name(e), E, (0, 0), sink.slots[e], e) for e in range(3)]
+    worker = InstanceWorker(url, pair, "rollout-0", PlainSink(pieces), rank=0, world_size=1, deadline=30.0)
+    return worker.serve(wait=10.0)

@@ -22,7 +22,7 @@ def test_every_entry_points_at_its_expert() -> None:
 
 
 @pytest.mark.parametrize(
-    "row, message",
+    ("row", "message"),
     [
         (
             (0, 0, 4),

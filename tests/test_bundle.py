@@ -62,7 +62,7 @@ def test_a_bundle_is_read(encode):
 
 
 @pytest.mark.parametrize(
-    "path, value, message",
+    ("path", "value", "message"),
     [
         ("tensors", ..., "the bundle: 'tensors' is missing"),
         ("trainer", ..., "the bundle: 'trainer' is missing"),
@@ -158,7 +158,7 @@ def pack(document) -> bytes | None:
 
 
 @pytest.mark.parametrize(
-    "data, message",
+    ("data", "message"),
     [
         (b"", "neither JSON nor msgpack"),
         (b"{", "neither JSON nor msgpack"),

@@ -59,7 +59,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "listed, message",
+    ("listed", "message"),
     [
         ([], r"header is a JSON list"),
         ({}, r"has no weight_map"),
@@ -89,7 +89,7 @@ def raw(header: Any, data: int = 8) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    ("content", "message"),
     [
         (b"", r"has 0 bytes and claims a header of 0"),
         (b"\x01\x00", r"it is cut off or no safetensors file"),

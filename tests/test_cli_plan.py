@@ -93,7 +93,7 @@ def test_same_rank_replicas_are_copied(capsys):
 
 
 @pytest.mark.parametrize(
-    "name, status, message",
+    ("name", "status", "message"),
     [
         (
             "bad-box-outside-tensor",

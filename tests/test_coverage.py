@@ -14,7 +14,7 @@ from weightcast.transfer.errors import DescribeError
 
 
 @pytest.mark.parametrize(
-    "shape, regions, fills, padding",
+    ("shape", "regions", "fills", "padding"),
     [
         ((4, 6), [Box((0, 0), (4, 6))], [], 0),
         ((4, 6), [Box((0, 0), (4, 4))], [Box((0, 4), (4, 2))], 8),
@@ -28,7 +28,7 @@ def test_complete(shape: tuple[int, ...], regions: list[Box], fills: list[Box], 
 
 
 @pytest.mark.parametrize(
-    "shape, regions, fills, message",
+    ("shape", "regions", "fills", "message"),
     [
         (
             (4, 6),

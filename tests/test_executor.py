@@ -33,7 +33,7 @@ def store_port() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    "trainer, instance, seeds", [(2, 2, range(0, 40)), (1, 3, range(40, 60)), (3, 1, range(60, 80))]
+    ("trainer", "instance", "seeds"), [(2, 2, range(0, 40)), (1, 3, range(40, 60)), (3, 1, range(60, 80))]
 )
 def test_random_layouts_arrive_byte_for_byte(store_port: int, trainer: int, instance: int, seeds: range) -> None:
     results = run_ranks(run_random, trainer + instance, store_port, trainer, seeds)
@@ -182,7 +182,7 @@ def test_a_trainer_rank_that_sends_nothing_is_no_member() -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize(
-    "column, value, message",
+    ("column", "value", "message"),
     [
         ("kind", Kind.RELAY, "the plan has relays, which cannot be run yet"),
         (

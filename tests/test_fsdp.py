@@ -54,7 +54,7 @@ def _run(world: int, results: dict[int, Path], tmp_path_factory: pytest.TempPath
     return results[world]
 
 
-@pytest.mark.parametrize("world, case", [(world, case.__name__) for world in CASES for case in CASES[world]])
+@pytest.mark.parametrize(("world", "case"), [(world, case.__name__) for world in CASES for case in CASES[world]])
 def test_regions_rebuild_the_checkpoint(
     world: int, case: str, results: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -155,7 +155,7 @@ def _dtensor(local: torch.Tensor, *placements: Placement, shape: tuple[int, ...]
 
 
 @pytest.mark.parametrize(
-    "make, message",
+    ("make", "message"),
     [
         (
             lambda: _dtensor(torch.zeros(4, 2), Partial(), shape=(4, 2)),
@@ -218,7 +218,7 @@ def test_names_can_be_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "parts, message",
+    ("parts", "message"),
     [
         ({}, r"parameter 'weight' \(4, 2\) has no entry in names="),
         (

@@ -106,7 +106,7 @@ def test_a_copy_from_a_copy_is_seen():
 
 
 @pytest.mark.parametrize(
-    "kind, instance, rank, region, values, message",
+    ("kind", "instance", "rank", "region", "values", "message"),
     [
         (Kind.SEND, "a", 0, 0, {"src_region": 1}, "from trainer rank 0 region 1 takes what that region does not hold"),
         (Kind.SEND, "a", 0, 0, {"src_rank": 1}, "from trainer rank 1 region 0 takes what that region does not hold"),
@@ -218,7 +218,7 @@ def digest_row(plan: TransferPlan, instance: int, rank: int, region: int) -> int
 
 
 @pytest.mark.parametrize(
-    "where, values, message",
+    ("where", "values", "message"),
     [
         ((0, 0, 0), {"region": 1}, "'w', a rank 0 region 1: the digest of .* does not lie in that region"),
         ((0, 0, 0), {"rank": 2}, "a rank 2 region 0: the digest of .* does not lie in that region"),

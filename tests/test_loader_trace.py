@@ -176,7 +176,7 @@ def scratch_is_free(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "load, shape, count",
+    ("load", "shape", "count"),
     [
         (shard_of_rows, (2, 6), 1),
         (fused_rows, (8, 6), 2),
@@ -290,7 +290,7 @@ def random(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "load, why",
+    ("load", "why"),
     [
         (multiplied, r"computed from the checkpoint \(checkpoint tensors: a\)"),
         (added_to, r"is no copy \(checkpoint tensors: a\)"),
@@ -347,7 +347,7 @@ def test_a_copy_onto_itself_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "load, message",
+    ("load", "message"),
     [
         (lambda p, a, b: a[0, 0].item(), r"reads values of checkpoint tensor 'a'"),
         (lambda p, a, b: bool((a + b).max() > 3), r"reads values of checkpoint tensor 'a, b'"),

@@ -10,7 +10,7 @@ from weightcast.adapters.mesh_runs import Cut, mesh_runs, possible_runs, total
 
 
 @pytest.mark.parametrize(
-    "size, cuts, runs",
+    ("size", "cuts", "runs"),
     [
         (5, [], [(0, 5)]),
         (0, [Cut(2, 0)], []),
@@ -32,7 +32,7 @@ def test_cuts_from_left_to_right(size: int, cuts: list[Cut], runs: list[tuple[in
 
 
 @pytest.mark.parametrize(
-    "size, cuts, readings",
+    ("size", "cuts", "readings"),
     [
         (8, [Cut(2, 1, split=2), Cut(2, 0)], [[(2, 4)]]),
         # 7 rows over 3 x 2 ranks: DTensor's reading, then what FSDP2 over tensor parallel really does.

@@ -25,7 +25,7 @@ def pieces(size: list[int], itemsize: int, limit: int) -> list[tuple[list[int], 
 
 
 @pytest.mark.parametrize(
-    "size, limit, expected",
+    ("size", "limit", "expected"),
     [
         ([4, 8], 100, [([0, 0], [4, 8])]),
         ([4, 8], 32, [([0, 0], [2, 8]), ([2, 0], [2, 8])]),

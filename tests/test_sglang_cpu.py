@@ -50,7 +50,7 @@ def run_python(environment: dict[str, str], *arguments: str | Path) -> str:
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(
-    "ids, expected",
+    ("ids", "expected"),
     [
         ([[0, 1], [1, 2]], [3.0, 8.0]),
         ([[0, -1], [-1, 2]], [1.0, 6.0]),
@@ -136,7 +136,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.sglang
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tp, ep, row", [(1, 1, None), (2, 2, [0, 1, 2, 3, 3, 0])], ids=["tp1", "tp2-ep2-same-rank-pair"]
+    ("tp", "ep", "row"), [(1, 1, None), (2, 2, [0, 1, 2, 3, 3, 0])], ids=["tp1", "tp2-ep2-same-rank-pair"]
 )
 def test_engine_generates_what_transformers_does(
     checkpoint: Path, sglang_cpu_environment: dict[str, str], root: Path, tp: int, ep: int, row: list[int] | None

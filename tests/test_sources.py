@@ -30,7 +30,7 @@ def test_equal_lists_are_one_pool():
 
 
 @pytest.mark.parametrize(
-    "pools, items, expected",
+    ("pools", "items", "expected"),
     [
         ([[0, 1]], [(0, 4)] * 4, [8, 8]),
         ([[0, 1, 2, 3]], [(0, 4)] * 4, [4, 4, 4, 4]),

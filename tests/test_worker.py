@@ -13,6 +13,7 @@ import httpx
 import pair_workers
 import pytest
 from spawn_support import free_port, run_ranks
+
 from weightcast.gateway.app import Gateway, make_app, make_token
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.transfer.errors import AuthorizationError, InputError
@@ -47,11 +48,14 @@ def gateway() -> Iterator[str]:
         process.wait(10)
 
 
-def trainers(versions: list[int], deadline: float = 60.0) -> list[tuple[str, dict[str, Any]]]:
+Roles = list[tuple[str, dict[str, Any]]]
+
+
+def trainers(versions: list[int], deadline: float = 60.0) -> Roles:
     return [("trainer", {"rank": rank, "versions": versions, "deadline": deadline}) for rank in range(2)]
 
 
-def ranks(name: str, world: int, row: list[int], deadline: float = 60.0, **plays: Any) -> list[tuple[str, dict[str, Any]]]:
+def ranks(name: str, world: int, row: list[int], deadline: float = 60.0, **plays: Any) -> Roles:
     shared = {"world": world, "name": name, "row": row, "plays": plays, "deadline": deadline}
     return [("instance", {"rank": rank, **shared}) for rank in range(world)]
 
@@ -95,7 +99,7 @@ def test_a_flipped_bit_fences_and_the_next_update_repairs(gateway: str) -> None:
     found = run_ranks(pair_workers.play, 5, gateway, "flip", roles, timeout=120.0)
     assert found[0][0]["rollout-0"]["committed"]
     assert found[0][1].startswith("UpdateError: version 2 was not committed everywhere: rollout-0 is fenced: ")
-    assert "experts.0.down_proj.weight' (float32) on rollout-0 rank 1 region 3 (slot 2)" in found[0][1]
+    assert "experts.0.down_proj.weight' (float32) box [0:3, 0:5] on rollout-0 rank 1 region 3 (slot 2)" in found[0][1]
     assert "rollout-1" not in found[0][1]
     assert found[0][2]["rollout-0"]["committed"]
     assert found[2:] == [[[], []]] * 2 + [[[], [], []]]
@@ -104,51 +108,27 @@ def test_a_flipped_bit_fences_and_the_next_update_repairs(gateway: str) -> None:
 def test_an_instance_that_lacks_an_expert_is_named(gateway: str) -> None:
     """Expert 3 is on no rank: its map says so by itself, and the trainer is told which tensors are on no rank."""
     pair_workers.create(gateway, "lacks", {"rollout-0": 1}, register=20.0)
-    roles = [*trainers([1], 30.0), ("instance", {"rank": 0, "world": 1, "name": "rollout-0", "row": [0, 1, 2, 2]})]
-    roles[-1][1].update(plays={"versions": []}, deadline=30.0)
-    roles[-1] = ("lacking", roles[-1][1])
-    found = run_ranks(lacking_play, 3, gateway, "lacks", roles, timeout=120.0)
+    roles = [*trainers([1], 30.0), ("lacking", {})]
+    found = run_ranks(pair_workers.lacking_play, 3, gateway, "lacks", roles, timeout=120.0)
     for said in found[:2]:
         assert said[0].startswith("CoverageError: ")
         assert "experts 3" in said[0]
         assert "on no rank of rollout-0" in said[0]
 
 
-def lacking_play(rank: int, world: int, port: int, url: str, pair: str, roles: list[tuple[str, dict[str, Any]]]) -> Any:
-    """Like `play`, but the instance's rank reports no placement and three experts of four."""
-    if roles[rank][0] == "trainer":
-        return pair_workers.play(rank, world, port, url, pair, roles)
-    from plain_support import Piece, PlainSink
-    from weightcast.gateway.worker import InstanceWorker
-
-    sink = pair_workers.SlotSink(0, 1, [0, 1, 2, 2])
-    pieces = [Piece("w", pair_workers.W, (0, 0), sink.w)]
-    pieces += [Piece(pair_workers.expert_name(e), pair_workers.E, (0, 0), sink.slots[e], e) for e in range(3)]
-    worker = InstanceWorker(url, pair, "rollout-0", PlainSink(pieces), rank=0, world_size=1, deadline=30.0)
-    return worker.serve(wait=10.0)
-
-
 def test_a_dead_rank_fences_its_instance_alone(gateway: str) -> None:
-    """Rank 1 of rollout-0 dies after version 1: version 2 names it, and reaches rollout-1 all the same."""
+    """Rank 1 of rollout-0 ends after version 1: version 2 names it, and reaches rollout-1 all the same."""
     pair_workers.create(gateway, "dead", {"rollout-0": 2, "rollout-1": 1}, prepare=5.0)
     roles = [
         *trainers([1, 2]),
-        *ranks("rollout-0", 2, PAIR_MAP, versions=[1], die=1, rank=1),
+        ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2], deadline=20.0)[0],
+        ranks("rollout-0", 2, PAIR_MAP, versions=[1])[1],
         *ranks("rollout-1", 1, [0, 1, 2, 3], versions=[1, 2]),
     ]
-    found = run_ranks(surviving_play, 5, gateway, "dead", roles, timeout=120.0)
-    assert "rollout-0 is not updated: pair dead: instance rollout-0 ranks" in found[0][1]
-    assert "1 did not get ready within 5 s" in found[0][1]
+    found = run_ranks(pair_workers.play, 5, gateway, "dead", roles, timeout=120.0)
+    assert "rollout-0 is not updated: pair dead: instance rollout-0 ranks 1 did not get ready within 5 s" in found[0][1]
     assert "rollout-1" not in found[0][1]
     assert found[4] == [[], []]
-
-
-def surviving_play(rank: int, world: int, port: int, url: str, pair: str, roles: list[tuple[str, dict[str, Any]]]) -> Any:
-    """Like `play`, but the rank that is to die just stops to follow orders, for the test's own process pool."""
-    kind, arguments = roles[rank]
-    if arguments.get("plays", {}).get("die") and arguments["rank"] == 1:
-        arguments["plays"] = {"versions": [1]}
-    return pair_workers.play(rank, world, port, url, pair, roles)
 
 
 def test_every_route_wants_the_token() -> None:
@@ -160,7 +140,7 @@ def test_every_route_wants_the_token() -> None:
     routes = [route for route in app.routes if hasattr(route, "methods")]
     assert len(routes) > 15
     for route in routes:
-        path = route.path.replace("{rank}", "0").replace("{epoch}", "1").replace("{side}", "trainer").replace("{version}", "1")
+        path = route.path.format(name="p", instance="i", rank=0, epoch=1, side="trainer", version=1)
         for method in route.methods - {"HEAD", "OPTIONS"}:
             for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic wrong"}):
                 answer = client.request(method, path, headers=headers)
@@ -168,8 +148,11 @@ def test_every_route_wants_the_token() -> None:
 
 
 def test_client_raises_what_the_gateway_says(gateway: str) -> None:
-    with pytest.raises(AuthorizationError, match="set WEIGHTCAST_TOKEN"):
-        GatewayClient(gateway, "wrong-token-wrong-token").status()
+    with (
+        GatewayClient(gateway, "wrong-token-wrong-token") as client,
+        pytest.raises(AuthorizationError, match="set WEIGHTCAST_TOKEN"),
+    ):
+        client.status()
     with GatewayClient(gateway) as client, pytest.raises(InputError, match="there is no pair 'nope'"):
         client.pair_status("nope")
 

@@ -33,12 +33,8 @@ class Sink(Protocol):
     """One inference rank."""
 
     def describe(self) -> RankLayout:
-<<<<<<< HEAD
         """Every byte of every parameter of this rank as regions over its live memory, each slot of each replica
         included.
-=======
-        """Every byte of every parameter of this rank as regions over its live memory, every slot of a replica included.
->>>>>>> packaging
 
         Called when the instance connects. Must not communicate and must not change any weight. Raises DescribeError for
         what it cannot describe and AgreementError where engine and placement contradict each other.

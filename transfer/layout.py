@@ -179,11 +179,7 @@ class RegionTable:
         return np.asarray(self.size.prod(axis=1) * ITEMSIZE[self.tensors.dtype[self.tensor]])
 
     def validate(self) -> None:
-<<<<<<< HEAD
         """Shapes of the columns, indices, every box inside its tensor. Raises LayoutError naming the first fault."""
-=======
-        """Shapes of the columns, indices, and each box inside its tensor. Raises LayoutError naming the first fault."""
->>>>>>> packaging
         n, width = len(self), self.tensors.width
         for name, column, expected in (
             ("offset", self.offset, (n, width)),
@@ -210,14 +206,9 @@ class RegionTable:
             )
         if (self.slot < NO_SLOT).any():
             row = int((self.slot < NO_SLOT).argmax())
-<<<<<<< HEAD
             raise LayoutError(
                 f"region {row} of {self.region(row).tensor!r} has slot {int(self.slot[row])}, expected >= 0"
             )
-=======
-            region = self.region(row)
-            raise LayoutError(f"region {row} of {region.tensor!r} has slot {region.slot}, expected >= 0")
->>>>>>> packaging
 
     @cached_property
     def fingerprint(self) -> str:
@@ -262,14 +253,9 @@ class LayoutNotes:
     `parameter_bytes` is what the rank's parameters occupy, `padding_bytes` how much of that the engine itself fills and
     nobody sends. `derived` names tensors that the engine computes from parameters after an update. `left_out` names
     logical tensors that this rank deliberately does not hold (for example MTP layers that are not loaded), with the
-<<<<<<< HEAD
     reason.
     `dispatch` is the dispatch audit of an inference rank: (layer, logical expert, physical slot) triples, shape (n, 3),
     that its token dispatcher may choose.
-=======
-    reason. `dispatch` is the dispatch audit of an inference rank: (layer, logical expert, physical slot) triples, shape
-    (n, 3), that its token dispatcher may choose.
->>>>>>> packaging
     """
 
     parameter_bytes: int = 0
@@ -357,13 +343,9 @@ class LayoutBuilder:
         if known != spec:
             raise LayoutError(f"tensor {tensor!r} is {known} in one region and {spec} in another of the same rank")
         if view.layout != torch.strided:
-<<<<<<< HEAD
             raise LayoutError(
                 f"tensor {tensor!r}: memory layout {view.layout} is not strided; it cannot be written in place"
             )
-=======
-            raise LayoutError(f"tensor {tensor!r} has memory layout {view.layout}, expected strided to write in place")
->>>>>>> packaging
         self._regions.append(Region(tensor, tuple(offset), tuple(view.shape), slot))
         self._memory.append((self._base_of(view), int(view.storage_offset()), tuple(view.stride())))
 

@@ -43,16 +43,10 @@ class Operations:
     """m operations in columns, all int64, (m,) unless said otherwise.
 
     `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
-<<<<<<< HEAD
     `instance`,
     `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank are the
     destination's. Sorted by (instance, dst_rank, kind, src_rank, tensor, offset): the order in which a pair of ranks
     exchanges boxes, the same on both sides.
-=======
-    `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
-    are the destination's. Sorted by (instance, dst_rank, kind, src_rank, tensor, offset): the order in which a pair of
-    ranks exchanges boxes, the same on both sides.
->>>>>>> packaging
     """
 
     kind: IntArray
