@@ -440,6 +440,16 @@ def test_replicas_in_two_slots_agree_until_one_is_stale() -> None:
     assert first != second
 
 
+def test_rows_of_one_size_at_different_places_are_not_mixed_up() -> None:
+    builder = LayoutBuilder()
+    slots = torch.randn(4, 5, 6)
+    for slot in range(4):
+        builder.add(f"t{slot}", (20, 6), (5 * (slot % 2), 0), slots[slot], slot)
+    layout = builder.build()
+    found = digest_rows(layout, *all_rows(layout)).tolist()
+    assert found == [digest(slots[slot], (5 * (slot % 2), 0)) for slot in range(4)]
+
+
 def test_rows_need_not_lie_at_even_distances() -> None:
     builder = LayoutBuilder()
     storage = torch.randn(400)
