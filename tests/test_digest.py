@@ -440,6 +440,16 @@ def test_replicas_in_two_slots_agree_until_one_is_stale() -> None:
     assert first != second
 
 
+def test_rows_of_one_size_at_different_places_are_not_mixed_up() -> None:
+    builder = LayoutBuilder()
+    slots = torch.randn(4, 5, 6)
+    for slot in range(4):
+        builder.add(f"t{slot}", (20, 6), (5 * (slot % 2), 0), slots[slot], slot)
+    layout = builder.build()
+    found = digest_rows(layout, *all_rows(layout)).tolist()
+    assert found == [digest(slots[slot], (5 * (slot % 2), 0)) for slot in range(4)]
+
+
 def test_rows_need_not_lie_at_even_distances() -> None:
     builder = LayoutBuilder()
     storage = torch.randn(400)
@@ -455,8 +465,7 @@ def test_no_rows() -> None:
     assert digest_rows(expert_layout(), none, boxes, boxes, none).shape == (0,)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cuda_gives_the_same_digests(dtype: torch.dtype) -> None:
     view = random_bits((300, 9, 513), dtype)

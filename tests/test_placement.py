@@ -216,8 +216,10 @@ def test_equal_placements_hash_alike() -> None:
     ],
 )
 def test_ids_out_of_range_name_layer_id_and_range(call: Callable[[ExpertPlacement], object], words: list[str]) -> None:
+    placement = placement_of(ONE_PAIR, TWO_PAIRS)
+    placement.slots(0, 0)  # The tables are there: a negative id would find something, counted from the end.
     with pytest.raises(IndexError) as caught:
-        call(placement_of(ONE_PAIR, TWO_PAIRS))
+        call(placement)
     assert isinstance(caught.value, PlacementIndexError)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
@@ -291,6 +293,15 @@ def test_after_a_scale_up_no_routed_slot_is_shared() -> None:
     assert [old.slot_of_physical(physical) for physical in range(8)] == [0, 1, *[None] * 6]
     assert [joined.slot_of_physical(physical) for physical in range(8)] == [*[None] * 6, 0, 1]
     assert [old.is_past_start(physical) for physical in range(8)] == [False] * 4 + [True] * 4
+    assert [old.is_shared_slot(slot) for slot in range(3)] == [False, False, True]
+
+
+def test_shared_slots_are_counted_from_the_ranks_own_slots() -> None:
+    """Three EP ranks at the start, so that the routed range and the rank's own slots have no number in common."""
+    grown = ExpertPlacement(np.arange(24)[None] % 6, 6, ep_size=12)
+    rank = RankPlacement(grown, storage_rank=11, num_local_routed=2, num_global_routed=6, num_shared=2)
+    assert [rank.is_shared_slot(slot) for slot in range(4)] == [False, False, True, True]
+    assert [rank.logical_of_slot(0, slot) for slot in range(2)] == [4, 5]
 
 
 @given(placements(), st.integers(0, 2))
