@@ -145,9 +145,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
     parser.add_argument("--runs", type=int, default=5, help="the best of so many runs counts (default 5)")
     options = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Gloo on 127.0.0.1"
-    )
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
     torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs), nprocs=2)
     del store

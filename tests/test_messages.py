@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_code
@@ -55,6 +55,7 @@ def cut(cases: list[tuple[list[int], int]], limit: int) -> tuple[np.ndarray, np.
 
 
 @given(boxes, st.integers(8, 300))
+@settings(deadline=None)
 def test_pieces_tile_every_box(cases: list[tuple[list[int], int]], limit: int) -> None:
     size, _, made = cut(cases, limit)
     for box in range(len(size)):
@@ -65,6 +66,7 @@ def test_pieces_tile_every_box(cases: list[tuple[list[int], int]], limit: int) -
 
 
 @given(boxes, st.integers(8, 300))
+@settings(deadline=None)
 def test_pieces_fill_their_message_without_gap_and_stay_within_the_limit(cases: list, limit: int) -> None:
     _, dtype, made = cut(cases, limit)
     elements = made.size.prod(axis=1)
@@ -80,6 +82,7 @@ def test_pieces_fill_their_message_without_gap_and_stay_within_the_limit(cases: 
 
 
 @given(boxes, st.integers(8, 300))
+@settings(deadline=None)
 def test_consecutive_small_messages_could_not_have_been_one(cases: list, limit: int) -> None:
     _, _, made = cut(cases, limit)
     first = np.searchsorted(made.message, np.arange(len(made)))

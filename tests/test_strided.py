@@ -81,7 +81,7 @@ row = st.tuples(
 
 
 @given(st.lists(row, min_size=1, max_size=12), st.randoms())
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_joined_copies_move_the_same_elements(rows: list[Row], random: object) -> None:
     before = copies(rows, sorted(random.randint(0, 1) for _ in rows))  # type: ignore[attr-defined]
     after = join(before)
