@@ -137,18 +137,17 @@ def _local_shard(name: str, tensor: torch.Tensor) -> _Shard | None:
     if coordinate is None:
         return None
     local = _plain(name, tensor.to_local())
-    runs = tuple(
-        _runs_of_dim(name, tensor, dim, _cuts(name, tensor, dim, coordinate), local) for dim in range(tensor.dim())
-    )
+    cuts = _cuts(name, tensor, coordinate)
+    runs = tuple(_runs_of_dim(name, tensor, dim, cuts[dim], local) for dim in range(tensor.dim()))
     return _Shard(local, runs) if all(runs) else None
 
 
-def _cuts(name: str, tensor: Any, dim: int, coordinate: Sequence[int]) -> list[Cut]:
-    """The mesh dimensions that split `dim`, first to last."""
+def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
+    """For each dimension of the tensor the mesh dimensions that split it, first to last."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    cuts = []
+    cuts: list[list[Cut]] = [[] for _ in range(tensor.dim())]
     for mesh_dim, placement in enumerate(tensor.placements):
         ranks = tensor.device_mesh.size(mesh_dim)
         if isinstance(placement, _StridedShard):
@@ -159,8 +158,7 @@ def _cuts(name: str, tensor: Any, dim: int, coordinate: Sequence[int]) -> list[C
             continue
         else:
             raise _refused(name, tensor, f"{placement} holds no values of the parameter; redistribute it first")
-        if placement.dim % tensor.dim() == dim:
-            cuts.append(Cut(ranks, coordinate[mesh_dim], split))
+        cuts[placement.dim].append(Cut(ranks, coordinate[mesh_dim], split))
     return cuts
 
 

@@ -162,6 +162,10 @@ def _dtensor(local: torch.Tensor, *placements: Placement, shape: tuple[int, ...]
             r"parameter 'w' \(4, 2\) on rank 1, placements \(Partial\(sum\),\) on mesh \(2,\): .* redistribute it",
         ),
         (
+            lambda: _dtensor(torch.zeros(()), Partial("avg"), shape=()),
+            r"parameter 'w' \(\) on rank 1, placements \(Partial\(avg\),\) on mesh \(2,\): .* redistribute it",
+        ),
+        (
             lambda: _dtensor(torch.zeros(4, 2), Shard(0), shape=(6, 2)),
             r"'w' \(6, 2\) on rank 1, placements \(Shard\(dim=0\),\) .* has 4 local indices, expected 3",
         ),
@@ -241,6 +245,12 @@ def test_a_parameter_can_be_left_out() -> None:
 
 def test_tensors_without_elements_have_no_region() -> None:
     assert len(FsdpSource(_one(torch.zeros(0, 3))).describe().table) == 0
+
+
+def test_memory_inside_a_larger_storage_is_found() -> None:
+    flat = torch.arange(20.0)
+    layout = FsdpSource(_one(flat[5:17].view(3, 4).t())).describe()
+    assert torch.equal(layout.view(0), flat[5:17].view(3, 4).t())
 
 
 def test_regions_are_live_memory() -> None:
