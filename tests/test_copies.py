@@ -71,9 +71,7 @@ def test_no_box(copy: Copy, message: str) -> None:
 
 @st.composite
 def views(draw: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """A tensor as allocated, in any order of dimensions, a view of it by the operators that loaders use, and whether it was
-    flattened on the way.
-    """
+    """A tensor as allocated, a view of it by operators that loaders use, and whether it was flattened on the way."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     order = draw(st.permutations(range(len(sizes))))
     stored = torch.arange(torch.Size(sizes).numel()).view([sizes[d] for d in order])
@@ -116,9 +114,9 @@ def test_align_walks_the_same_elements(drawn: tuple[torch.Tensor, torch.Tensor, 
     copy = Copy(0, int(view.storage_offset()), dims)
     try:
         parts = list(align(copy, base_of(base), "src"))
-    except NotABoxError as why:
-        assert flattened, "a view along the dimensions of its base is always made of boxes"
-        assert "run over the end" in str(why)
+    except NotABoxError:
+        if not flattened:  # A view along the dimensions of its base is always made of boxes.
+            raise
         return
     assert sorted(p for part in parts for p in by_box(part, base_of(base))) == pairs(copy)
     assert sorted(p for part in parts for p in pairs(part.copy)) == pairs(copy)
