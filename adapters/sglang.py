@@ -202,17 +202,21 @@ class _Attributes:
             if value is before or not _is_tensor(value):
                 continue
             setattr(self._model.get_submodule(path), key, before)
-            changed.add(f"{path}.{key}")
+            changed.add(_joined(path, key))
         return changed
 
     def names(self, targets: Iterator[torch.Tensor]) -> set[str]:
         """The names of the attributes that some tensors are views of."""
         storages = {t.untyped_storage()._cdata for t in targets}
         return {
-            f"{path}.{key}"
+            _joined(path, key)
             for (path, key), value in self._before.items()
             if value is not None and value.untyped_storage()._cdata in storages
         }
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
 
 
 def _is_tensor(value: object) -> bool:
@@ -228,7 +232,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                named.append((f"{path}.{key}" if path else key, buffer))
+                named.append((_joined(path, key), buffer))
     for name, t in named:
         if t.numel() == 0:
             continue

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Held", "describe_global", "describe_slots"]
 
 _EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?=\.)")
+_ALL_EXPERTS = re.compile(r"(?<![^.])experts\.")
 
 
 class Held(NamedTuple):
@@ -164,7 +165,7 @@ def _answer(region: TracedRegion, num_logical: int, catalog: Mapping[str, Tensor
     if found is not None:
         return _Answer(int(found[1]), region.tensor[: found.start(1)], region.tensor[found.end(1) :])
     shape = catalog[region.tensor].shape
-    if len(shape) >= 1 and shape[0] == num_logical and region.view.shape[0] == 1 and "experts" in region.tensor:
+    if len(shape) >= 1 and shape[0] == num_logical and region.view.shape[0] == 1 and _ALL_EXPERTS.search(region.tensor):
         return _Answer(region.offset[0], region.tensor, "")
     return _Answer(None, region.tensor, "")
 

@@ -153,7 +153,11 @@ def deepseek(config: dict[str, Any]) -> Shapes:
             continue
         yield f"{prefix}.mlp.gate.weight", (config["n_routed_experts"], HIDDEN)
         yield f"{prefix}.mlp.gate.e_score_correction_bias", (config["n_routed_experts"],)
-        for expert in range(config["n_routed_experts"]):
+        if "experts_in_one_tensor" in config:
+            experts, intermediate = config["n_routed_experts"], config["moe_intermediate_size"]
+            yield f"{prefix}.mlp.experts.gate_up_proj", (experts, 2 * intermediate, HIDDEN)
+            yield f"{prefix}.mlp.experts.down_proj", (experts, HIDDEN, intermediate)
+        for expert in range(0 if "experts_in_one_tensor" in config else config["n_routed_experts"]):
             yield from mlp(f"{prefix}.mlp.experts.{expert}", config["moe_intermediate_size"])
         yield from mlp(f"{prefix}.mlp.shared_experts", config["moe_intermediate_size"])
     yield f"model.layers.{layers}.eh_proj.weight", (HIDDEN, 2 * HIDDEN)
@@ -183,6 +187,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": QWEN3_MOE,
     "qwen3-moe-fp8": QWEN3_MOE | {"quantization_config": FP8},
     "deepseek": DEEPSEEK,
+    "deepseek-experts-in-one-tensor": DEEPSEEK | {"experts_in_one_tensor": True},
 }
 
 

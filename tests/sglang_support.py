@@ -208,6 +208,12 @@ def slot_parts(r: Rank, m: Any, holder: str) -> dict[str, torch.Tensor]:
         count = m.intermediate_size_per_partition // block
         rows = slice(m.moe_tp_rank * count, (m.moe_tp_rank + 1) * count)
         prefix = f"model.layers.{m.layer_id}.mlp.{holder}"
+        if holder.startswith("experts.") and f"model.layers.{m.layer_id}.mlp.experts.down_proj" in r.checkpoint:
+            expert, start = int(holder.removeprefix("experts.")), f"model.layers.{m.layer_id}.mlp.experts"
+            gate, up = r.checkpoint[f"{start}.gate_up_proj"][expert].chunk(2)
+            parts["w13_weight"] = torch.cat([gate[rows], up[rows]])
+            parts["w2_weight"] = r.checkpoint[f"{start}.down_proj"][expert][:, rows]
+            continue
         gate, up = (r.checkpoint[f"{prefix}.{which}_proj.{kind}"][rows] for which in ("gate", "up"))
         both = [gate, up] if block > 1 else [gate.view(torch.uint8), up.view(torch.uint8)]
         parts[f"w13_{kind}"] = torch.cat(both).view(gate.dtype)

@@ -328,3 +328,72 @@ def global_scales(rank: int, world: int, port: int, path: str, server: Server, r
         assert m.w2_input_scale.tolist() == [10.0 + expert for expert in row]
     with pytest.raises(DescribeError, match=r"quantisation method Fp8LinearMethod of SGLang"):
         SglangSink(model, catalog, rank=rank).describe()
+
+
+class Small(torch.nn.Module):
+    """A model with one of each kind of tensor; its loader does what `writes` says."""
+
+    def __init__(self, writes: Callable[[Small, dict[str, torch.Tensor]], None]) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.tied = torch.nn.Parameter(self.weight.data, requires_grad=False)
+        self.register_buffer("loaded", torch.zeros(2))
+        self.register_buffer("counter", torch.zeros(1))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+        self.derived: torch.Tensor | None = None
+        self._writes = writes
+
+    def load_weights(self, pairs: Any) -> None:
+        given = dict(pairs)
+        self.weight.data.copy_(given["weight"])
+        self._writes(self, given)
+
+
+def small_models(rank: int, world: int, port: int, path: str, server: Server) -> None:
+    """Buffers, tied memory, derived attributes, without any of SGLang's own layers."""
+    support.boot(rank, world, port, path, **server)
+    catalog = {"weight": TensorSpec((4,), "float32"), "buffer": TensorSpec((2,), "float32")}
+
+    def describe(writes: Callable[[Small, dict[str, torch.Tensor]], None]) -> tuple[Small, Any]:
+        model = Small(writes)
+        return model, SglangSink(model, catalog, rank=5).describe()
+
+    def derive(model: Small, given: dict[str, torch.Tensor]) -> None:
+        model.loaded.copy_(given["buffer"])
+        model.derived = model.weight * 2 if model.derived is None else model.derived.copy_(model.weight * 2)
+
+    for first in (None, torch.ones(4)):
+        model = Small(derive)
+        model.derived = first
+        layout = SglangSink(model, catalog, rank=5).describe()
+        assert model.derived is first, "describe() leaves what the loader bound in its trace"
+        assert first is None or first.tolist() == [1.0] * 4
+        assert layout.notes.derived == ("derived",)
+        assert list(layout.table.tensors.names) == ["weight", "buffer"]
+        assert layout.notes.parameter_bytes == 24
+        assert layout.placement is None
+
+    faults: list[tuple[Callable[[Small, dict[str, torch.Tensor]], Any], str]] = [
+        (lambda m, g: m.loaded[:1].copy_(g["buffer"][1:]), r"rank 5: parameter 'loaded' of shape \[2\]: box at \[1\]"),
+        (
+            lambda m, g: m.cache[:2].copy_(g["buffer"]),
+            r"'buffer' is loaded \(aten.copy_.default\) into a tensor of shape",
+        ),
+        (lambda m, g: m.weight.data[2:].zero_(), r"the loader fills box \[2\] \+ \[2\] after it wrote 'weight' there"),
+        (
+            lambda m, g: m.tied.data[2:].copy_(g["buffer"]),
+            r"parameter 'weight' .*\[2\] of size \[2\] is written by two",
+        ),
+        (lambda m, g: m.loaded.copy_(g["buffer"] + 1), r"parameter 'loaded': the loader writes box \[0\] \+ \[2\]"),
+    ]
+    for writes, message in faults:
+        with pytest.raises(DescribeError, match=message):
+            describe(writes)
+    both = torch.zeros(6)
+    model = Small(derive)
+    model.weight, model.tied = (torch.nn.Parameter(part, requires_grad=False) for part in (both[:4], both[2:]))
+    with pytest.raises(DescribeError, match=r"parameter 'tied' shares a part of its memory"):
+        SglangSink(model, catalog).describe()
+    model.tied = torch.nn.Parameter(torch.empty(1, device="meta"))
+    with pytest.raises(DescribeError, match=r"parameter 'tied' has no memory"):
+        SglangSink(model, catalog).describe()

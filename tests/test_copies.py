@@ -37,7 +37,7 @@ def by_box(part: Aligned, base: Base) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("copy", "base", "box", "other"),
+    "copy, base, box, other",
     [
         # 4 x 6, rows 1 and 2
         (Copy(0, 6, (Dim(2, 6, 6), Dim(6, 1, 1))), Base(0, (4, 6), (6, 1)), Box((1, 0), (2, 6)), (6, 1)),
@@ -57,7 +57,7 @@ def test_one_box(copy: Copy, base: Base, box: Box, other: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    ("copy", "message"),
+    "copy, message",
     [
         (Copy(0, 3, (Dim(12, 1, 1),)), "12 elements from index 3 run over the end of a dimension of 6"),
         (Copy(0, 24, (Dim(2, 1, 1),)), "element 24 of the storage is not in the tensor"),
@@ -71,9 +71,7 @@ def test_no_box(copy: Copy, message: str) -> None:
 
 @st.composite
 def views(draw: Any) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """A tensor as allocated, in any order of dimensions, a view of it by the operators that loaders use, and whether it
-    was flattened on the way.
-    """
+    """A tensor as allocated, a view of it by operators that loaders use, and whether it was flattened on the way."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     order = draw(st.permutations(range(len(sizes))))
     stored = torch.arange(torch.Size(sizes).numel()).view([sizes[d] for d in order])
@@ -116,9 +114,9 @@ def test_align_walks_the_same_elements(drawn: tuple[torch.Tensor, torch.Tensor, 
     copy = Copy(0, int(view.storage_offset()), dims)
     try:
         parts = list(align(copy, base_of(base), "src"))
-    except NotABoxError as why:
-        assert flattened, "a view along the dimensions of its base is always made of boxes"
-        assert "run over the end" in str(why)
+    except NotABoxError:
+        if not flattened:  # A view along the dimensions of its base is always made of boxes.
+            raise
         return
     assert sorted(p for part in parts for p in by_box(part, base_of(base))) == pairs(copy)
     assert sorted(p for part in parts for p in pairs(part.copy)) == pairs(copy)

@@ -67,6 +67,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param("deepseek", 2, PP2, id="deepseek-pp2"),
         pytest.param("deepseek", 2, TP2_EP2 | FUSED | MAP3, id="deepseek-fused-ep2"),
         pytest.param("deepseek", 4, TP4_EP2 | FUSED | MAP3, id="deepseek-fused-tp4-ep2"),
+        pytest.param("deepseek-experts-in-one-tensor", 2, TP2_EP2 | MAP3, id="deepseek-experts-in-one-tensor-ep2"),
         pytest.param("qwen3-moe-fp8", 2, TP2_EP2 | MAP2, id="moe-fp8-ep2"),
     ],
 )
@@ -114,6 +115,11 @@ def test_every_check_sees_its_fault(nest: Nest, checkpoints: Path) -> None:
     nest.run(workers.broken_inputs, 2, str(path), TP2_EP2 | MAP2, ROW)
 
 
+def test_small_models(nest: Nest, checkpoints: Path) -> None:
+    path = write_checkpoint("qwen3", checkpoints)
+    nest.run(workers.small_models, 1, str(path), {"tp_size": 1})
+
+
 def test_scale_up(nest: Nest, checkpoints: Path) -> None:
     path = write_checkpoint("deepseek", checkpoints)
     nest.run(workers.scale_up, 2, str(path), TP2_EP2 | FUSED | MAP3)
@@ -140,6 +146,7 @@ def deep_ep_nest() -> Iterator[Nest]:
     [
         pytest.param("qwen3-moe", 2, {}, {}, id="slots"),
         pytest.param("deepseek", 3, FUSED, {}, id="fused-shared-experts"),
+        pytest.param("deepseek-experts-in-one-tensor", 3, {}, {}, id="experts-in-one-tensor"),
         pytest.param("qwen3-moe-fp8", 2, {"deepep_mode": "normal"}, {"as_loaded": True}, id="side-tensors"),
     ],
 )
