@@ -182,7 +182,7 @@ def _follower() -> Any:
 
     aten = torch.ops.aten
 
-    class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Follow(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self.joined: dict[int, tuple[torch.Tensor, list[_Box]]] = {}

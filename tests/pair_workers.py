@@ -122,8 +122,8 @@ def instance(
 ) -> list[list[str]]:
     """Serves until as many versions as `plays["versions"]` are committed; the faults of its memory after each.
 
-    `plays` says what goes wrong: "rebalance" {version: row} changes the map after that version, "corrupt" flips a bit of a
-    slot between transfer and digest of that version.
+    `plays` says what goes wrong: "rebalance" {version: row} changes the map after that version, "corrupt" flips a bit
+    of a slot between transfer and digest of that version.
     """
     sink = SlotSink(rank, world, row)
     worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline)

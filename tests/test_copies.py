@@ -37,7 +37,7 @@ def by_box(part: Aligned, base: Base) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    "copy, base, box, other",
+    ("copy", "base", "box", "other"),
     [
         # 4 x 6, rows 1 and 2
         (Copy(0, 6, (Dim(2, 6, 6), Dim(6, 1, 1))), Base(0, (4, 6), (6, 1)), Box((1, 0), (2, 6)), (6, 1)),
@@ -57,7 +57,7 @@ def test_one_box(copy: Copy, base: Base, box: Box, other: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize(
-    "copy, message",
+    ("copy", "message"),
     [
         (Copy(0, 3, (Dim(12, 1, 1),)), "12 elements from index 3 run over the end of a dimension of 6"),
         (Copy(0, 24, (Dim(2, 1, 1),)), "element 24 of the storage is not in the tensor"),

@@ -96,7 +96,9 @@ def check_instance(model: str, reports: list[RankReport]) -> None:
             assert ((r.table.slot != NO_SLOT) == expert).all()
 
 
-@pytest.mark.parametrize(("model", "layers", "server"), [("qwen3-moe", 2, {}), ("deepseek", 3, FUSED)], ids=["moe", "fused"])
+@pytest.mark.parametrize(
+    ("model", "layers", "server"), [("qwen3-moe", 2, {}), ("deepseek", 3, FUSED)], ids=["moe", "fused"]
+)
 def test_sync_equals_sglangs_own_load_for_random_maps(
     nest: Nest, checkpoints: Path, model: str, layers: int, server: dict[str, Any]
 ) -> None:

@@ -166,9 +166,7 @@ def test_differences_are_named(trainer: dict[int, DigestReport], held: dict[int,
 
 def test_a_trailing_digest_nobody_asked_for() -> None:
     report = HELD[0]
-    longer = dataclasses.replace(
-        report, cell=np.append(report.cell, 9), digest=np.append(report.digest, np.uint64(1))
-    )
+    longer = dataclasses.replace(report, cell=np.append(report.cell, 9), digest=np.append(report.digest, np.uint64(1)))
     with pytest.raises(DigestMismatchError, match="reported 4 digests, expected 3; those at the end"):
         compare(held=HELD | {0: longer})
 

@@ -17,7 +17,6 @@ SCHEMAS = (
 )
 
 
-
 @functools.cache
 def declare() -> object:
     """Declare the schemas once, if torch is a CPU build and torchvision is not; they live as long as the result."""
