@@ -13,10 +13,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-__all__ = ["RankFailure", "free_port", "run_ranks"]
+__all__ = ["RankFailedError", "free_port", "run_ranks"]
 
 
-class RankFailure(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised, died or did not finish; the message has its traceback."""
 
 
@@ -30,8 +30,8 @@ def free_port() -> int:
 def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call `fn(rank, world, port, *args)` in `world` new processes and return their results by rank.
 
-    fn must be defined at the top level of a module; `port` is the same free port for all. Raises RankFailure for the first rank
-    that fails, or when `timeout` seconds have passed; no process outlives the call.
+    fn must be defined at the top level of a module; `port` is the same free port for all. Raises RankFailedError for
+    the first rank that fails, or when `timeout` seconds have passed; no process outlives the call.
     """
     import torch.multiprocessing
 
@@ -68,16 +68,16 @@ def _collect(ranks: dict[Connection, int], deadline: float, timeout: float) -> d
     while pending:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailure(f"ranks {sorted(pending.values())} did not finish within {timeout:g} s")
+            raise RankFailedError(f"ranks {sorted(pending.values())} did not finish within {timeout:g} s")
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = pending.pop(receiver)
             try:
                 passed, value = receiver.recv()
             except EOFError:
-                raise RankFailure(f"rank {rank} died without a word") from None
+                raise RankFailedError(f"rank {rank} died without a word") from None
             if not passed:
-                raise RankFailure(f"rank {rank} failed:\n{value}")
+                raise RankFailedError(f"rank {rank} failed:\n{value}")
             found[rank] = value
     return found
 
@@ -106,7 +106,8 @@ def _import_from(module: str, source: str | None) -> None:
         if source is None:
             raise
         spec = importlib.util.spec_from_file_location(module, source)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[module] = loaded
         spec.loader.exec_module(loaded)
