@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder for model and logs; a temporary one otherwise")
     parser.add_argument("--trainers", type=int, default=2, help="trainer processes (2)")
     parser.add_argument("--versions", type=int, default=3, help="versions to sync (3)")
-    parser.add_argument("--steps", type=int, default=10, help="optimizer steps a version (10)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps a version (20)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines (float32)")
     parser.add_argument(
         "--instance",
@@ -97,24 +97,28 @@ def _progress(steps: int) -> Iterator[tuple[Progress, TaskID]]:
 
 
 def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from weightcast.demo.run import describe_server
 
-    layouts = {server.name: describe_server(server) for server in config.servers}
-    table = Table(title=f"{config.trainers} FSDP2 trainer ranks -> {len(layouts)} SGLang servers, {config.dtype}")
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(f"{config.trainers} FSDP2 trainer ranks, engines in {config.dtype}", markup=False)
+    for server in config.servers:
+        console.print(f"  {server.name}: SGLang, {describe_server(server)}", markup=False)
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("version", justify="right")
+    table.add_column("instance")
     for column in (
-        "version", "instance", "layout", "weight_version", "digests equal", "of them expert slots", "replicas",
-        "tokens = trainer's", "changed", "mean |Δ logprob|", "update",
+        "served as", "digests equal", "of slots", "replicas", "tokens equal", "changed", "|Δ logprob|", "update",
     ):  # fmt: skip
-        table.add_column(column)
+        table.add_column(column, justify="right")
     for o in outcomes:
         v = o.verified
         table.add_row(
             str(o.version),
             o.instance,
-            layouts[o.instance],
             o.weight_version,
             str(v.get("regions", "-")),
             str(v.get("slot_regions", "-")),
@@ -124,4 +128,4 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
             f"{o.logprob_gap:.1e}",
             f"{o.seconds:.2f} s",
         )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    console.print(table)

@@ -55,10 +55,10 @@ class DemoConfig:
     model: Path | None = None
     trainers: int = 2
     versions: int = 3
-    steps: int = 10
+    steps: int = 20
     dtype: str = "float32"
     servers: tuple[ServerConfig, ...] = DEFAULT_SERVERS
-    new_tokens: int = 16
+    new_tokens: int = 24
     deadline: float = 300.0
 
 
