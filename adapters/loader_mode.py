@@ -51,7 +51,7 @@ _NO_DATA = _CONSTANTS | {
 _ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
 
 
-class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LoaderMode(TorchDispatchMode):
     """Use as a context around the loader; `logical` makes its inputs, the recorder gets its writes."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -327,7 +327,7 @@ class LoaderMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
-        alive = StorageWeakRef(t.untyped_storage())  # type: ignore[no-untyped-call]
+        alive = StorageWeakRef(t.untyped_storage())
         self._temporaries[storage_id(t)] = Temporary(alive, as_allocated(t), t.dtype, constant, parameter)
 
     def _is_constant(self, t: torch.Tensor) -> bool:

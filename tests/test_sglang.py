@@ -47,7 +47,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "model, world, server",
+    ("model", "world", "server"),
     [
         pytest.param("qwen3", 1, {"tp_size": 1}, id="qwen3-tp1"),
         pytest.param("qwen3", 2, TP2, id="qwen3-tp2"),
@@ -96,7 +96,9 @@ def check_instance(model: str, reports: list[RankReport]) -> None:
             assert ((r.table.slot != NO_SLOT) == expert).all()
 
 
-@pytest.mark.parametrize("model, layers, server", [("qwen3-moe", 2, {}), ("deepseek", 3, FUSED)], ids=["moe", "fused"])
+@pytest.mark.parametrize(
+    ("model", "layers", "server"), [("qwen3-moe", 2, {}), ("deepseek", 3, FUSED)], ids=["moe", "fused"]
+)
 def test_sync_equals_sglangs_own_load_for_random_maps(
     nest: Nest, checkpoints: Path, model: str, layers: int, server: dict[str, Any]
 ) -> None:
@@ -142,7 +144,7 @@ def deep_ep_nest() -> Iterator[Nest]:
 
 
 @pytest.mark.parametrize(
-    "model, layers, server, sink",
+    ("model", "layers", "server", "sink"),
     [
         pytest.param("qwen3-moe", 2, {}, {}, id="slots"),
         pytest.param("deepseek", 3, FUSED, {}, id="fused-shared-experts"),
