@@ -79,6 +79,12 @@ class LoaderMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # Without autograd nobody has taken composite operators (chunk, to, contiguous) apart yet.
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         given = list(_tensors([*args, *kwargs.values()]))
         written = self._mutated(func, args, kwargs)
         if written:

@@ -102,8 +102,7 @@ class SglangSink:
         for name in kept:
             held, fills = self._held(name, tensors[name], writes.get(name, _Writes([], [])), experts, placement)
             padding += check_coverage(name, tensors[name].shape, [h.box for h in held], fills) * tensors[name].itemsize
-            for region in held:
-                builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
+            self._add(builder, held)
         dispatch, shared = dispatch_table(layers)
         notes = LayoutNotes(
             parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in kept),
@@ -114,6 +113,14 @@ class SglangSink:
             dispatch_shared=shared,
         )
         return builder.build(placement, notes)
+
+    def _add(self, builder: LayoutBuilder, held: list[Held]) -> None:
+        import torch
+
+        # Schedulers serve requests in inference mode. Tensors made in it could not be written by another thread.
+        with torch.inference_mode(False):
+            for region in held:
+                builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
 
     def _held(
         self,

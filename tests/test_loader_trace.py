@@ -202,8 +202,10 @@ def scratch_is_free(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
     ],
 )
 def test_replay_writes_what_the_loader_writes(load: Loader, shape: tuple[int, ...], count: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        trace = replayed(load, empty(*shape, dtype=dtype), tensors(torch.float32))
+    for dtype, inference in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        parameters = empty(*shape, dtype=dtype)
+        with torch.inference_mode(inference):  # Engines serve their requests in inference mode.
+            trace = replayed(load, parameters, tensors(torch.float32))
         assert len(trace.regions) == count
         assert trace.used == {r.tensor for r in trace.regions}
         assert [r.order for r in trace.regions] == sorted(r.order for r in trace.regions)
