@@ -115,12 +115,8 @@ class SglangSink:
         return builder.build(placement, notes)
 
     def _add(self, builder: LayoutBuilder, held: list[Held]) -> None:
-        import torch
-
-        # Schedulers serve requests in inference mode. Tensors made in it could not be written by another thread.
-        with torch.inference_mode(False):
-            for region in held:
-                builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
+        for region in held:
+            builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
 
     def _held(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from spawn_support import free_port
+
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.model import make_model, prompt_ids
 from weightcast.demo.processes import ServerProcess, start_gateway
@@ -26,7 +27,7 @@ TOKEN = make_token()
 def test_the_demo_proves_every_version(tmp_path: Path) -> None:
     """The whole main job as a user runs it: two versions on tp2/ep2 with a same-rank pair and on tp1."""
     command = [sys.executable, "-m", "weightcast", "demo", "--versions", "2", "--json", "--work", str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=540, text=True)
+    done = subprocess.run(command, capture_output=True, timeout=540, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
     assert found["faults"] == []
@@ -130,5 +131,3 @@ def test_other_groups_are_left_to_sglang(server: ServerProcess) -> None:
     status, answer = post(server, "/destroy_weights_update_group", group_name="somebody-else")
     assert (status, answer["message"]) == (400, "The group to be destroyed does not exist.")
     assert still_serves(server)
-
-

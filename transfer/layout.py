@@ -358,7 +358,9 @@ class LayoutBuilder:
         if index is None:
             index = self._base_index[key] = len(self._bases)
             numel = storage.nbytes() // view.element_size()
-            flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (numel,), (1,))
+            # Engines describe in inference mode, and a tensor made in it could not be written by another thread.
+            with torch.inference_mode(False):
+                flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, (numel,), (1,))
             self._bases.append(flat)
         return index
 
