@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 import torch
+
 from weightcast.gateway.worker import InstanceWorker
 from weightcast.transfer.layout import LayoutBuilder, RankLayout
 from weightcast.transfer.placement import RankPlacement

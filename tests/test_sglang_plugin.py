@@ -1,4 +1,4 @@
-"""The plugin inside real SGLang servers: the main job, and every failure as an answer of a server that goes on serving."""
+"""The plugin inside real SGLang servers: the main job, and failures as answers of a server that goes on serving."""
 
 from __future__ import annotations
 
