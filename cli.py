@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WeightcastError as error:
         print(f"weightcast {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:
+        print(f"weightcast {arguments.command}: interrupted", file=sys.stderr)
+        return 130
     return status
 
 

@@ -118,7 +118,6 @@ class Gateway:
         self.pairs: dict[str, Pair] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._connecting: dict[str, asyncio.Task[object]] = {}
-        self._updating: dict[tuple[str, int], asyncio.Task[object]] = {}
 
     def pair(self, name: str) -> Pair:
         """Raises InputError naming the pairs there are."""
@@ -149,18 +148,11 @@ class Gateway:
             self._connecting[name] = self._spawn(coordinator.connect(pair, self.host, self.port))
 
     async def offer(self, name: str, rank: int, version: int) -> None:
-        """A trainer rank offers a version; the last one starts the update."""
+        """A trainer rank offers a version; the first one starts the update, which waits for the others."""
         pair = self.pair(name)
         await pair.offer(rank, version)
-        if len(pair.offers) == pair.spec.trainer_world and (name, version) not in self._updating:
-            self._updating[name, version] = self._spawn(self._update(pair, version))
-
-    async def _update(self, pair: Pair, version: int) -> None:
-        try:
-            pair.results[version] = await coordinator.update(pair, version, self.host, self.port)
-        finally:
-            pair.offers.clear()
-            await pair.notify()
+        if len(pair.offers) == 1:
+            self._spawn(coordinator.update(pair, version, self.host, self.port))
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = asyncio.create_task(work)

@@ -28,15 +28,15 @@ MAX_ATTEMPTS = 3
 
 
 async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
-    """Connects each instance that is not connected: reports, plan, communicators. Failures stay with their instance."""
-    waiting = [i for i in pair.instances.values() if i.record.phase is not Phase.CONNECTED]
+    """Connects every instance to the trainer as it registered last. Failures stay with their instance."""
+    instances = [i for i in pair.instances.values() if i.record.phase is not Phase.LEFT]
     try:
         await _merge_trainer(pair)
     except WeightcastError as error:
-        for instance in waiting:
+        for instance in instances:
             await _connect_failed(pair, instance, error)
         return
-    await connect_instances(pair, waiting, gateway_host, gateway_port)
+    await connect_instances(pair, instances, gateway_host, gateway_port)
 
 
 async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str, port: int) -> None:
@@ -157,10 +157,26 @@ def members_of(instance: Instance) -> Iterable[str]:
         yield f"{instance.name} rank {rank}"
 
 
-async def update(pair: Pair, version: int, host: str, port: int) -> dict[str, UpdateRecord]:
-    """Brings every instance to `version`, each by itself. Never raises for an instance's failure: the records tell."""
-    records = await asyncio.gather(*(_update_instance(pair, i, version, host, port) for i in pair.instances.values()))
-    return dict(zip(pair.instances, records, strict=True))
+async def update(pair: Pair, version: int, host: str, port: int) -> None:
+    """Brings every instance to `version`, each by itself, once all trainer ranks have offered it; the records tell."""
+    try:
+        await pair.offered(version)
+    except WeightcastError as error:
+        records = [await _refuse(pair, instance, version, error) for instance in pair.instances.values()]
+    else:
+        records = await asyncio.gather(
+            *(_update_instance(pair, instance, version, host, port) for instance in pair.instances.values())
+        )
+    pair.decide(version, dict(zip(pair.instances, records, strict=True)))
+    await pair.notify()
+
+
+async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
+    """Tells the ranks that have offered that there will be no update; the instance is as it was."""
+    log.error("pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error)
+    record = UpdateRecord(version, False, instance.record.fenced, str(error), 0.0)
+    await pair.give(instance, Order("end", instance.record.epoch, version, reason=str(error)))
+    return record
 
 
 async def _update_instance(pair: Pair, instance: Instance, version: int, host: str, port: int) -> UpdateRecord:

@@ -33,10 +33,15 @@ from weightcast.transfer.wire import DigestReport
 __all__ = ["Deadlines", "Instance", "Order", "Pair", "PairSpec", "UpdateRecord"]
 
 
+KEPT_RESULTS = 100
+"""How many updates back a result can be asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Deadlines:
     """Seconds that the gateway waits for each step before it gives the update up."""
 
+    offer: float = 600.0
     register: float = 300.0
     join: float = 120.0
     prepare: float = 60.0
@@ -148,6 +153,7 @@ class Pair:
         self.trainer_reports: dict[int, RankReport] = {}
         self.trainer_layout: TrainerLayout | None = None
         self.offers: dict[int, int] = {}
+        self.conflict: VersionError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
         self.changed = asyncio.Condition()
 
@@ -191,19 +197,12 @@ class Pair:
             raise InputError(f"{who} rank {rank} is not in 0..{world - 1} of pair {self.spec.name}")
 
     async def register_trainer(self, rank: int, report: RankReport) -> None:
-        """The report of a trainer rank; once a rank, a second one replaces the first only before planning."""
+        """The report of a trainer rank. A rank that registers again starts the trainer anew: all register again."""
         self._check_rank("trainer", rank, self.spec.trainer_world)
         self._check_report("trainer", rank, self.spec.trainer_world, report)
-        known = self.trainer_reports.get(rank)
-        if (
-            self.trainer_layout is not None
-            and known is not None
-            and known.table.fingerprint != report.table.fingerprint
-        ):
-            raise PairStateError(
-                f"trainer rank {rank} of pair {self.spec.name} registered another layout before; "
-                "delete the pair and connect again to change it"
-            )
+        if rank in self.trainer_reports:
+            self.trainer_reports.clear()
+            self.trainer_layout = None
         self.trainer_reports[rank] = report
         await self.notify()
 
@@ -315,11 +314,35 @@ class Pair:
             )
         others = {v for v in self.offers.values() if v != version}
         if others:
-            raise VersionError(
+            self.conflict = VersionError(
                 f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}"
             )
+            await self.notify()
+            raise self.conflict
         self.offers[rank] = version
         await self.notify()
+
+    async def offered(self, version: int) -> None:
+        """Until every trainer rank has offered. Raises VersionError when they disagree, else DeadlineError."""
+        world = self.spec.trainer_world
+
+        def missing() -> str:
+            absent = ", ".join(str(rank) for rank in range(world) if rank not in self.offers)
+            return f"trainer ranks {absent} did not offer version {version}"
+
+        await self.wait(
+            lambda: self.conflict is not None or len(self.offers) == world, self.spec.deadlines.offer, missing
+        )
+        if self.conflict is not None:
+            raise self.conflict
+
+    def decide(self, version: int, records: dict[str, UpdateRecord]) -> None:
+        """Ends the update under way: keeps how it ended, and takes offers again."""
+        self.results[version] = records
+        for old in sorted(self.results)[:-KEPT_RESULTS]:
+            del self.results[old]
+        self.offers.clear()
+        self.conflict = None
 
     def status(self) -> dict[str, Any]:
         """The pair for people, as JSON."""
@@ -327,6 +350,7 @@ class Pair:
             "pair": self.spec.name,
             "trainer": {"world_size": self.spec.trainer_world, "registered": sorted(self.trainer_reports)},
             "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
+            "deadlines": asdict(self.spec.deadlines),
             "instances": {
                 name: {
                     "phase": i.record.phase.value,
@@ -336,6 +360,7 @@ class Pair:
                     "epoch": i.record.epoch,
                     "reason": i.record.reason,
                     "registered": sorted(i.reports),
+                    "orders": len(i.orders),
                     "world_size": i.spec.world_size,
                     "updates": [asdict(u) for u in i.updates[-20:]],
                 }

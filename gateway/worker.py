@@ -41,6 +41,9 @@ __all__ = ["InstanceWorker", "TrainerWorker", "UpdateResult"]
 
 log = logging.getLogger("weightcast.worker")
 
+DEFAULT_DEADLINE = 600.0
+"""Seconds that a rank waits before it knows its pair's deadlines."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
@@ -49,6 +52,30 @@ class UpdateResult:
     version: int
     instances: dict[str, dict[str, Any]]
     transfers: dict[str, TransferReport] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds that a rank waits: to join, for a transfer, and for what the gateway decides.
+
+    The gateway has deadlines of its own for every step and names who is missing, so a rank waits for it longer than for
+    all of them together: its own deadline is for a gateway that is gone.
+    """
+
+    join: float
+    transfer: float
+    gateway: float
+
+    @classmethod
+    def given(cls, seconds: float) -> Waits:
+        """The same for all."""
+        return cls(seconds, seconds, seconds)
+
+    @classmethod
+    def of_pair(cls, status: dict[str, Any]) -> Waits:
+        """From the deadlines of the pair's status."""
+        deadlines = {name: float(seconds) for name, seconds in status["deadlines"].items()}
+        return cls(deadlines["join"], deadlines["transfer"], sum(deadlines.values()))
 
 
 @dataclass(slots=True)
@@ -134,7 +161,8 @@ class TrainerWorker:
 
     `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
     reached.
-    `deadline` in seconds bounds every wait. The token comes from WEIGHTCAST_TOKEN unless given.
+    `deadline` in seconds bounds every wait; without it the pair's own for a transfer does. The token comes from
+    WEIGHTCAST_TOKEN unless given.
     """
 
     def __init__(
@@ -148,13 +176,14 @@ class TrainerWorker:
         token: str | None = None,
         backend: str = "gloo",
         address: str = "127.0.0.1",
-        deadline: float = 600.0,
+        deadline: float | None = None,
     ) -> None:
-        self._client = GatewayClient(url, token, timeout=deadline)
+        self._client = GatewayClient(url, token)
         self._pair = pair
         self._source = source
         self._rank, self._world = rank, world_size
-        self._backend, self._address, self._seconds = backend, address, deadline
+        self._backend, self._address, self._deadline = backend, address, deadline
+        self._waits = Waits.given(deadline or DEFAULT_DEADLINE)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
         self._cursor: dict[str, int] = {}
@@ -166,13 +195,15 @@ class TrainerWorker:
         on.
         """
         self._layout = self._source.describe()
+        status = self._client.pair_status(self._pair)
+        if self._deadline is None:
+            self._waits = Waits.of_pair(status)
+        # Orders before this moment were for the trainer as it was before; new ones come when all ranks have registered.
+        self._cursor = {name: int(record["orders"]) for name, record in status["instances"].items()}
         self._client.register_trainer(self._pair, report_of(self._layout, self._rank, self._world))
-        names = list(self._client.pair_status(self._pair)["instances"])
-        for name in names:
-            self._cursor.setdefault(name, 0)
         if self._rank == 0:
             self._client.start_connect(self._pair)
-        self._each(names, self._follow_connect)
+        self._each(list(self._cursor), self._follow_connect)
 
     def update(self, version: int) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided.
@@ -192,7 +223,7 @@ class TrainerWorker:
         self._client.offer(self._pair, self._rank, version)
         reports: dict[str, TransferReport] = {}
         self._each(list(self._cursor), lambda name: self._follow_update(name, version, reports))
-        instances = self._client.result(self._pair, version, time.monotonic() + self._seconds)
+        instances = self._client.result(self._pair, version, time.monotonic() + self._waits.gateway)
         failed = {name: record for name, record in instances.items() if not record["committed"]}
         if failed:
             said = "; ".join(
@@ -232,7 +263,7 @@ class TrainerWorker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(
-                    f"trainer rank {self._rank}: no order for instance {name} within {self._seconds:g} s"
+                    f"trainer rank {self._rank}: no order for instance {name} within {self._waits.gateway:g} s"
                 )
             found = self._client.orders(self._pair, name, self._cursor[name], min(POLL, left))
             if found:
@@ -240,7 +271,7 @@ class TrainerWorker:
                 return found[0]
 
     def _follow_connect(self, name: str) -> None:
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._waits.gateway
         while True:
             order = self._next(name, deadline)
             if order["action"] == "join":
@@ -262,15 +293,17 @@ class TrainerWorker:
         if layout is None:
             raise PairStateError(f"trainer rank {self._rank}: join before connect")
         try:
-            part = self._client.part(self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._seconds)
+            part = self._client.part(
+                self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
+            )
             self._members[name] = join(
-                self._client, self._pair, epoch, part, layout, self._backend, self._address, self._seconds
+                self._client, self._pair, epoch, part, layout, self._backend, self._address, self._waits.join
             )
         except WeightcastError as error:
             self._tell(name, epoch, error)
 
     def _follow_update(self, name: str, version: int, reports: dict[str, TransferReport]) -> None:
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._waits.gateway
         while True:
             order = self._next(name, deadline)
             if order["action"] == "join":
@@ -287,7 +320,7 @@ class TrainerWorker:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             if member.executor is not None:
-                reports[name] = member.executor.run(Deadline.after(self._seconds))
+                reports[name] = member.executor.run(Deadline.after(self._waits.transfer))
             self._client.transferred(self._pair, name, epoch, self._rank)
             report = digest_report(member.part, layout)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, report)
@@ -316,12 +349,13 @@ class InstanceWorker:
         token: str | None = None,
         backend: str = "gloo",
         address: str = "127.0.0.1",
-        deadline: float = 600.0,
+        deadline: float | None = None,
     ) -> None:
-        self._client = GatewayClient(url, token, timeout=deadline)
+        self._client = GatewayClient(url, token)
         self._pair, self._instance, self._sink = pair, instance, sink
         self._rank, self._world = rank, world_size
-        self._backend, self._address, self._seconds = backend, address, deadline
+        self._backend, self._address, self._deadline = backend, address, deadline
+        self._waits = Waits.given(deadline or DEFAULT_DEADLINE)
         self._layout: RankLayout | None = None
         self._member: Member | None = None
         self._epoch = 0
@@ -339,15 +373,17 @@ class InstanceWorker:
             raise
 
     def _register(self, epoch: int) -> None:
+        if self._deadline is None:
+            self._waits = Waits.of_pair(self._client.pair_status(self._pair))
         self._layout = self._sink.describe()
         report = report_of(self._layout, self._rank, self._world)
         self._client.register_instance(self._pair, self._instance, epoch, report)
 
     def _join(self, epoch: int) -> None:
-        deadline = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._waits.gateway
         part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
         self._member = join(
-            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._seconds
+            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._waits.join
         )
 
     def transfer(self) -> TransferReport:
@@ -359,12 +395,12 @@ class InstanceWorker:
             member = self._joined()
             stale = self._staleness()
             self._client.ready(self._pair, self._instance, self._epoch, self._rank, stale)
-            order = self._client.go(self._pair, self._instance, self._epoch, time.monotonic() + self._seconds)
+            order = self._client.go(self._pair, self._instance, self._epoch, time.monotonic() + self._waits.gateway)
             if order["action"] != "run":
                 raise StalePlanError(f"the update was called off: {order['reason']}")
             if member.executor is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
-            return member.executor.run(Deadline.after(self._seconds))
+            return member.executor.run(Deadline.after(self._waits.transfer))
         except StalePlanError:
             raise
         except BaseException as error:

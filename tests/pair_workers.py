@@ -129,6 +129,8 @@ def instance(
     worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline)
     faults: list[list[str]] = []
     _play_corruption(worker, sink, plays)
+    if plays.get("connect"):
+        worker.serve(wait=deadline)
     for version in plays["versions"]:
         limit = time.monotonic() + deadline
         while worker.serve(wait=5.0) != version:
@@ -175,3 +177,11 @@ def lacking_play(rank: int, world: int, port: int, url: str, pair: str, roles: l
     pieces += [Piece(expert_name(e), E, (0, 0), sink.slots[e], e) for e in range(3)]
     worker = InstanceWorker(url, pair, "rollout-0", PlainSink(pieces), rank=0, world_size=1, deadline=30.0)
     return worker.serve(wait=10.0)
+
+
+def again_play(rank: int, world: int, port: int, url: str, pair: str, roles: list[tuple[str, dict[str, Any]]]) -> Any:
+    """Like `play`, but a trainer rank plays several trainers, one after the other."""
+    if roles[rank][0] != "again":
+        return play(rank, world, port, url, pair, roles)
+    logging.disable(logging.CRITICAL)
+    return [trainer(roles[rank][1]["rank"], url, pair, versions, 60.0) for versions in roles[rank][1]["versions"]]

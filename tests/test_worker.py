@@ -131,6 +131,43 @@ def test_a_dead_rank_fences_its_instance_alone(gateway: str) -> None:
     assert found[4] == [[], []]
 
 
+def test_a_trainer_that_starts_again_goes_on_with_higher_versions(gateway: str) -> None:
+    """Two trainers one after the other, no restart of the instance; the second may not go back."""
+    pair_workers.create(gateway, "again", {"rollout-0": 2})
+    sinks = ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2])
+    roles = [("again", {"rank": rank, "versions": [[1], [1, 2]]}) for rank in range(2)]
+    found = run_ranks(pair_workers.again_play, 4, gateway, "again", [*roles, *sinks], timeout=120.0)
+    assert found[2:] == [[[], []]] * 2
+    for first, second in found[:2]:
+        assert first[0]["rollout-0"]["committed"]
+        assert second[0].startswith("VersionError: pair again has version 1; version 1 is not newer")
+        assert second[1]["rollout-0"]["committed"]
+
+
+def test_ranks_that_offer_different_versions_are_all_told(gateway: str) -> None:
+    pair_workers.create(gateway, "torn", {"rollout-0": 1})
+    roles = trainers([5, 7])
+    roles[1][1]["versions"] = [6, 7]
+    roles += ranks("rollout-0", 1, [0, 1, 2, 3], versions=[7])
+    found = run_ranks(pair_workers.play, 3, gateway, "torn", roles, timeout=120.0)
+    said = sorted([found[0][0], found[1][0]])
+    assert said[0].startswith("UpdateError: ")
+    assert "is not updated: pair torn: trainer rank" in said[0]
+    assert said[1].startswith("VersionError: pair torn: trainer rank")
+    assert found[0][1]["rollout-0"]["committed"]
+    assert found[2] == [[]]
+
+
+def test_a_trainer_rank_that_never_offers_is_named(gateway: str) -> None:
+    pair_workers.create(gateway, "silent", {"rollout-0": 1}, offer=3.0)
+    roles = trainers([1])
+    roles[1][1]["versions"] = []
+    roles += ranks("rollout-0", 1, [0, 1, 2, 3], versions=[])
+    roles[2][1]["plays"]["connect"] = True
+    found = run_ranks(pair_workers.play, 3, gateway, "silent", roles, timeout=120.0)
+    assert "trainer ranks 1 did not offer version 1 within 3 s" in found[0][0]
+
+
 def test_every_route_wants_the_token() -> None:
     """Over the list of routes itself, so that a new one cannot be forgotten."""
     from fastapi.testclient import TestClient
