@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from weightcast.transfer.errors import InputError, PairStateError
+from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 
 if TYPE_CHECKING:
     from weightcast.gateway.worker import InstanceWorker
@@ -39,6 +40,7 @@ ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
 
 PREFIX = "weightcast/"
 LOAD_FORMAT = "weightcast"
+_VERSION_HANDLER = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 
 
@@ -49,6 +51,8 @@ class _Session:
         self.worker: InstanceWorker | None = None
         self.group = ""
         self.written = False
+        self.identity = uuid.uuid4().hex  # of this process, whose memory outlives groups and gateways
+        self.uncommitted = False  # whether that memory holds an update that was never committed; outlives them too
 
     def replace(self, group: str, worker: InstanceWorker) -> None:
         self.close()
@@ -61,6 +65,7 @@ class _Session:
 
     def close(self) -> None:
         if self.worker is not None:
+            self.uncommitted = self.worker.uncommitted
             self.worker.close()
         self.worker, self.group, self.written = None, "", False
 
@@ -79,6 +84,7 @@ def register() -> None:
         ("end_weight_update", _end),
     ):
         HookRegistry.register(_MANAGER + name, hook, HookType.AROUND)
+    HookRegistry.register(_VERSION_HANDLER, _version, HookType.AFTER)
 
 
 def _answer(output: str, work: Callable[[], str]) -> Any:
@@ -108,6 +114,8 @@ def _connect(manager: Any, request: Any) -> str:
     if len(parts) != 4 or not parts[3].isdecimal():
         raise InputError(f"group name {request.group_name!r} is not weightcast/PAIR/INSTANCE/EPOCH")
     _, pair, instance, epoch = parts
+    _refuse_draft(manager)
+    _session.close()
     runner = manager.tp_worker.model_runner
     url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
     rank, world = _rank_of(runner)
@@ -124,10 +132,21 @@ def _connect(manager: Any, request: Any) -> str:
         world_size=world,
         backend=request.backend,
         address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+        identity=_session.identity,
+        uncommitted=_session.uncommitted,
     )
     _session.replace(request.group_name, worker)
     worker.connect(int(epoch))
     return f"joined {request.group_name} as rank {rank}"
+
+
+def _refuse_draft(manager: Any) -> None:
+    """A draft model would go on with old weights beside the new ones of the target."""
+    if getattr(manager, "draft_worker", None) is not None:
+        raise DescribeError(
+            "this server has a draft model for speculative decoding, which would be left at its old version; "
+            "start it without speculative decoding"
+        )
 
 
 def _rank_of(runner: Any) -> tuple[int, int]:
@@ -172,6 +191,13 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return f"received {report.bytes_received} bytes"
 
     return _answer("UpdateWeightsFromDistributedReqOutput", transfer)
+
+
+def _version(result: Any, scheduler: Any, request: Any) -> Any:
+    """The gateway stamps a version after all digests agreed: what was verified here is committed."""
+    if _session.worker is not None:
+        _session.worker.commit()
+    return result
 
 
 def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.placement import ExpertPlacement
 
 __all__ = ["DemoConfig", "ServerConfig", "VersionOutcome"]
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +38,12 @@ class ServerConfig:
             raise InputError(f"instance {text!r} is not JSON with name, tp, ep and map: {error}") from None
         if not isinstance(made.name, str) or not all(isinstance(n, int) and n >= 1 for n in (made.tp, made.ep)):
             raise InputError(f"instance {text!r}: name must be text, tp and ep whole numbers from 1")
-        if made.tp % made.ep or len(made.placement) % made.ep:
-            raise InputError(
-                f"instance {made.name}: ep {made.ep} must divide tp {made.tp} and the {len(made.placement)} slots"
-            )
+        if not _NAME.fullmatch(made.name):
+            raise InputError(f"instance name {made.name!r} is not letters, digits, '_' and '-'")
+        if made.tp % made.ep:
+            raise InputError(f"instance {made.name}: ep {made.ep} does not divide tp {made.tp}")
+        if made.placement:
+            ExpertPlacement(np.array([made.placement]), max(made.placement) + 1, made.ep)  # raises for a bad map
         return made
 
 
@@ -94,7 +102,9 @@ class VersionOutcome:
             found.append(f"only {self.changed} of {self.prompts} prompts' tokens changed since the version before")
         if self.weight_version != str(self.version):
             found.append(f"weight_version is {self.weight_version!r}, expected {self.version!r}")
-        if self.logprob_gap > LOGPROB_LIMIT[dtype]:
+        if not self.verified.get("regions"):
+            found.append("no region of its memory was verified")
+        if not self.logprob_gap <= LOGPROB_LIMIT[dtype]:  # so that NaN is a fault
             found.append(
                 f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}"
             )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from weightcast.demo.config import DemoConfig, ServerConfig, VersionOutcome
@@ -35,6 +38,7 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     token = make_token()
     os.environ[TOKEN_VARIABLE] = token  # read by the trainer processes; never on a command line
     with ExitStack() as stack:
+        stack.enter_context(_ending_on_sigterm())
         say("starting the gateway and " + ", ".join(f"{s.name} (tp{s.tp}/ep{s.ep})" for s in config.servers))
         url = stack.enter_context(start_gateway(config, token))
         servers = [stack.enter_context(ServerProcess.start(s, config, model, token)) for s in config.servers]
@@ -42,8 +46,22 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
             server.wait_up(config.deadline)
             say(f"{server.spec.name} is up")
         _create_pair(config, url, token, servers)
-        pipe = stack.enter_context(_trainers(config, model, url))
-        return _follow(config, model, servers, pipe, say)
+        trainers = stack.enter_context(_trainers(config, model, url))
+        return _follow(config, model, servers, trainers, say)
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """SIGTERM like Ctrl-C: what was started has to be ended, and a process that is killed could not."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _model(config: DemoConfig, say: Say) -> Path:
@@ -65,9 +83,45 @@ def _create_pair(config: DemoConfig, url: str, token: str, servers: list[ServerP
         client.create_pair("demo", config.trainers, instances, deadlines)
 
 
+class _Trainers:
+    """The trainer processes. Rank 0 speaks for all; an end or error of any of them is raised here."""
+
+    def __init__(self, processes: Sequence[BaseProcess], pipes: Sequence[Connection], seconds: float) -> None:
+        self._processes, self._pipes, self._seconds = processes, pipes, seconds
+
+    def send(self, what: object) -> None:
+        """To rank 0."""
+        try:
+            self._pipes[0].send(what)
+        except OSError:
+            self.receive()
+
+    def receive(self) -> object:
+        """The next thing from rank 0. Raises EngineError when it does not come, and the error of any rank."""
+        deadline = time.monotonic() + self._seconds
+        while time.monotonic() < deadline:
+            ready = wait([*self._pipes, *(p.sentinel for p in self._processes)], 1.0)
+            for pipe in self._pipes:
+                if pipe in ready:
+                    return self._read(pipe)
+            for rank, process in enumerate(self._processes):
+                if process.exitcode not in (None, 0):
+                    raise EngineError(f"trainer rank {rank} ended with status {process.exitcode}")
+        raise EngineError(f"trainer rank 0 said nothing for {self._seconds:g} s")
+
+    def _read(self, pipe: Connection) -> object:
+        try:
+            found = pipe.recv()
+        except (EOFError, OSError):
+            raise EngineError(f"trainer rank {self._pipes.index(pipe)} ended without a word") from None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
 @contextmanager
-def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[Connection]:
-    """The trainer processes, and the pipe to rank 0."""
+def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[_Trainers]:
+    """Starts the trainer processes; they are ended on leaving."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes = [context.Pipe() for _ in range(config.trainers)]
@@ -77,8 +131,10 @@ def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[Connection]
     ]
     for process in processes:
         process.start()
+    for _, theirs in pipes:
+        theirs.close()  # else the end of a process would not end its pipe
     try:
-        yield pipes[0][0]
+        yield _Trainers(processes, [ours for ours, _ in pipes], config.deadline)
         for process in processes:
             process.join(30.0)
     finally:
@@ -88,30 +144,15 @@ def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[Connection]
                 process.join()
 
 
-def _receive(pipe: Connection, seconds: float) -> object:
-    """The next thing from trainer rank 0; its error is raised here."""
-    if not pipe.poll(seconds):
-        raise EngineError(f"trainer rank 0 said nothing for {seconds:g} s")
-    try:
-        found = pipe.recv()
-    except EOFError:
-        raise EngineError("trainer rank 0 ended without a word") from None
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
 def _follow(
-    config: DemoConfig, model: Path, servers: list[ServerProcess], pipe: Connection, say: Say
+    config: DemoConfig, model: Path, servers: list[ServerProcess], trainers: _Trainers, say: Say
 ) -> tuple[list[VersionOutcome], list[str]]:
-    import json
-
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
     prompts = prompt_ids(model, vocabulary)
     before: dict[str, list[list[int]]] = {}
     outcomes: list[VersionOutcome] = []
     for version in range(config.versions + 1):
-        reference = _receive(pipe, config.deadline)
+        reference = trainers.receive()
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
         say(
@@ -120,11 +161,11 @@ def _follow(
             else "version 0: the checkpoint"
         )
         for server in servers:
-            outcome, tokens = _compare(config, server, reference, prompts, before.get(server.spec.name), pipe)
+            outcome, tokens = _compare(config, server, reference, prompts, before.get(server.spec.name), trainers)
             before[server.spec.name] = tokens
             if version:
                 outcomes.append(outcome)
-        pipe.send(None)
+        trainers.send(None)
     faults = [fault for outcome in outcomes for fault in outcome.faults(config)]
     return outcomes, faults
 
@@ -135,13 +176,14 @@ def _compare(
     reference: Reference,
     prompts: list[list[int]],
     before: list[list[int]] | None,
-    pipe: Connection,
+    trainers: _Trainers,
 ) -> tuple[VersionOutcome, list[list[int]]]:
     begun = time.monotonic()
     tokens, scores, weight_version = server.generate(prompts, config.new_tokens)
-    pipe.send(tokens)
-    trainer_scores = _receive(pipe, config.deadline)
-    assert isinstance(trainer_scores, list)
+    trainers.send(tokens)
+    trainer_scores = trainers.receive()
+    if not isinstance(trainer_scores, list):
+        raise EngineError(f"trainer rank 0 sent {type(trainer_scores).__name__}, expected log-probabilities")
     gaps = [
         abs(a - b)
         for ours, theirs in zip(scores, trainer_scores, strict=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -11,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, quiet, text_batches
+from weightcast.gateway.engines import one_line
+from weightcast.transfer.errors import UpdateError, WeightcastError
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +58,15 @@ def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe:
     try:
         _Training(rank, config, model, url).run(pipe)
     except Exception as error:
-        pipe.send(error)
-        raise
+        log = config.work / f"trainer-{rank}.log"
+        log.write_text(traceback.format_exc())
+        if not isinstance(error, WeightcastError):
+            error = UpdateError(
+                f"trainer rank {rank} failed: {type(error).__name__} {one_line(error)[:300]}; see {log}"
+            )
+        with suppress(OSError):  # nobody may be there to read it any more
+            pipe.send(error)
+        sys.exit(1)
     finally:
         dist.destroy_process_group()
 

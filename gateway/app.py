@@ -7,19 +7,21 @@ wants the bearer token. Errors are JSON `{"error": class, "message": one line}` 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import Coroutine
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, FastAPI, Header, Query, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from weightcast.gateway import coordinator
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.guard import MAX_BODY, MSGPACK, Guard
 from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.service import Deadlines, Pair, PairSpec
 from weightcast.transfer import errors, wire
@@ -30,7 +32,6 @@ from weightcast.transfer.errors import (
     DescribeError,
     InputError,
     WeightcastError,
-    WireError,
 )
 
 __all__ = ["Gateway", "make_app", "make_token"]
@@ -39,9 +40,6 @@ log = logging.getLogger("weightcast.gateway")
 
 MAX_POLL = 30.0
 """Longest long poll in seconds; clients ask again."""
-MAX_BODY = 64 << 20
-"""Largest request body in bytes."""
-MSGPACK = "application/msgpack"
 
 Side = Literal["trainer", "instance"]
 Wait = Annotated[float, Query(ge=0.0, le=MAX_POLL)]
@@ -129,14 +127,24 @@ class Gateway:
     def create(self, spec: PairSpec) -> None:
         """A new pair; the same spec again changes nothing. Raises ControlError for another spec under a name in use."""
         known = self.pairs.get(spec.name)
-        if known is None:
-            self.pairs[spec.name] = Pair(spec)
-        elif known.spec != spec:
-            raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
+        if known is not None:
+            if known.spec != spec:
+                raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
+            return
+        taken = {e.url: p.spec.name for p in self.pairs.values() for e in p.spec.instances.values() if e.url}
+        for name, engine in spec.instances.items():
+            if engine.url in taken:
+                raise ControlError(f"instance {name}: {engine.url} belongs to pair {taken[engine.url]} already")
+        self.pairs[spec.name] = Pair(spec)
 
     def delete(self, name: str) -> None:
-        """Forgets a pair; engines are left as they are."""
-        self.pair(name)
+        """Forgets a pair; engines are left as they are. Raises ControlError while it connects or updates."""
+        pair = self.pair(name)
+        connecting = self._connecting.get(name)
+        if pair.offers or (connecting is not None and not connecting.done()):
+            raise ControlError(
+                f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards"
+            )
         del self.pairs[name]
         self._connecting.pop(name, None)
 
@@ -182,38 +190,25 @@ def _error_response(error: WeightcastError) -> JSONResponse:
     return JSONResponse({"error": type(error).__name__, "message": str(error)}, status_code=status)
 
 
-async def _body(request: Request) -> bytes:
-    """The raw body, refused above MAX_BODY without reading it all."""
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY:
-            raise WireError(f"request body is larger than {MAX_BODY} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
 def make_app(gateway: Gateway, token: str) -> FastAPI:
     """The FastAPI application. `token` is wanted as `Authorization: Bearer TOKEN` on every route."""
-    if len(token) < 16:
-        raise InputError(
-            "the bearer token is shorter than 16 characters; choose a longer one or let the gateway make one"
-        )
-
-    async def authorized(authorization: Annotated[str, Header()] = "") -> None:
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-            raise AuthorizationError(
-                "missing or wrong bearer token; set WEIGHTCAST_TOKEN to the one the gateway was started with"
-            )
-
-    app = FastAPI(
-        title="weightcast gateway", dependencies=[Depends(authorized)], docs_url=None, redoc_url=None, openapi_url=None
-    )
+    app = FastAPI(title="weightcast gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, token=token)
 
     @app.exception_handler(WeightcastError)
     async def weightcast_error(_: Request, error: WeightcastError) -> JSONResponse:
         return _error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return JSONResponse({"error": "InputError", "message": f"{where}: {first['msg']}"}, status_code=422)
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse({"error": "ControlError", "message": message}, status_code=error.status_code)
 
     _pair_routes(app, gateway)
     _rank_routes(app, gateway)
@@ -279,15 +274,23 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/pairs/{name}/trainer/{rank}/report")
     async def trainer_report(name: str, rank: int, request: Request) -> dict[str, Any]:
         pair = gateway.pair(name)
-        report = wire.decode_report(await _body(request), max_bytes=MAX_BODY)
+        report = wire.decode_report(await request.body(), max_bytes=MAX_BODY)
         await pair.register_trainer(rank, report)
         return {"registered": rank}
 
     @app.post("/pairs/{name}/instances/{instance}/{epoch}/ranks/{rank}/report")
-    async def instance_report(name: str, instance: str, epoch: int, rank: int, request: Request) -> dict[str, Any]:
+    async def instance_report(
+        name: str,
+        instance: str,
+        epoch: int,
+        rank: int,
+        request: Request,
+        identity: Annotated[str, Query(max_length=64)] = "",
+        uncommitted: bool = False,
+    ) -> dict[str, Any]:
         pair = gateway.pair(name)
-        report = wire.decode_report(await _body(request), max_bytes=MAX_BODY)
-        await pair.register_instance(instance, epoch, rank, report)
+        report = wire.decode_report(await request.body(), max_bytes=MAX_BODY)
+        await pair.register_instance(instance, epoch, rank, report, identity, uncommitted)
         return {"registered": rank}
 
     base = "/pairs/{name}/instances/{instance}/{epoch}"
@@ -339,6 +342,11 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
         order = await gateway.pair(name).go(instance, epoch, wait)
         return Response(status_code=204) if order is None else JSONResponse(asdict(order))
 
+    @app.post("/pairs/{name}/instances/{instance}/ranks/{rank}/restarted")
+    async def restarted(name: str, instance: str, rank: int) -> dict[str, Any]:
+        await gateway.pair(name).restarted(instance, rank)
+        return {}
+
     @app.post(base + "/trainer/{rank}/transferred")
     async def transferred(name: str, instance: str, epoch: int, rank: int) -> dict[str, Any]:
         await gateway.pair(name).transferred(instance, epoch, rank)
@@ -346,6 +354,6 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post(base + "/{side}/{rank}/digests")
     async def digests(name: str, instance: str, epoch: int, side: Side, rank: int, request: Request) -> dict[str, Any]:
-        report = wire.decode_digests(await _body(request), max_bytes=MAX_BODY)
+        report = wire.decode_digests(await request.body(), max_bytes=MAX_BODY)
         await gateway.pair(name).digests(instance, epoch, side, rank, report)
         return {}

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from weightcast.gateway.guard import MSGPACK
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
@@ -24,6 +25,7 @@ __all__ = ["TOKEN_VARIABLE", "GatewayClient"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
+_MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
 """Seconds of one long poll."""
 
@@ -144,12 +146,21 @@ class GatewayClient:
 
     def register_trainer(self, pair: str, report: RankReport) -> None:
         """Registers a trainer rank."""
-        self._call("POST", f"/pairs/{pair}/trainer/{report.rank}/report", content=wire.encode_report(report))
+        self._call(
+            "POST", f"/pairs/{pair}/trainer/{report.rank}/report", content=wire.encode_report(report), headers=_MSGPACK
+        )
 
-    def register_instance(self, pair: str, instance: str, epoch: int, report: RankReport) -> None:
-        """Registers a rank of an instance for one epoch."""
+    def register_instance(
+        self, pair: str, instance: str, epoch: int, report: RankReport, *, identity: str = "", uncommitted: bool = False
+    ) -> None:
+        """Registers a rank of an instance for one epoch. What the last two say: `Pair.register_instance`."""
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
-        self._call("POST", path, content=wire.encode_report(report))
+        params = {"identity": identity, "uncommitted": uncommitted}
+        self._call("POST", path, params=params, content=wire.encode_report(report), headers=_MSGPACK)
+
+    def restarted(self, pair: str, instance: str, rank: int) -> None:
+        """Says that a rank started anew after its instance had joined."""
+        self._call("POST", f"/pairs/{pair}/instances/{instance}/ranks/{rank}/restarted")
 
     def part(self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float) -> RankPart:
         """A rank's part of the plan; waits for the plan."""
@@ -201,4 +212,4 @@ class GatewayClient:
     def digests(self, pair: str, instance: str, epoch: int, side: str, rank: int, report: DigestReport) -> None:
         """Reports the digests of a rank."""
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
-        self._call("POST", path, content=wire.encode_digests(report))
+        self._call("POST", path, content=wire.encode_digests(report), headers=_MSGPACK)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 from weightcast.gateway.merge import InstanceLayout, TrainerLayout, merge_instance, merge_trainer
 from weightcast.gateway.pairs import Event, Phase, check_version
@@ -23,6 +24,8 @@ __all__ = ["connect", "update"]
 
 log = logging.getLogger("weightcast.gateway")
 
+CLEAN_UP_SECONDS = 30.0
+"""How long each call to an engine may take after an update has failed."""
 MAX_ATTEMPTS = 3
 """How often an update starts anew because a placement changed before a byte was written."""
 
@@ -47,7 +50,7 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
             instance.on(Event.REJOIN)
             instance.clear_epoch()
         await pair.give(instance, Order("register", instance.record.epoch))
-        calls[instance.name] = asyncio.create_task(_engine_connect(pair, instance, host, port))
+        calls[instance.name] = _watched(pair, _engine_connect(pair, instance, host, port))
     layouts = await asyncio.gather(*(_merge_instance(pair, i) for i in instances), return_exceptions=True)
     good: dict[str, InstanceLayout] = {}
     for instance, layout in zip(instances, layouts, strict=True):
@@ -67,7 +70,6 @@ async def _engine_connect(pair: Pair, instance: Instance, host: str, port: int) 
     except WeightcastError as error:
         if instance.failure is None:
             instance.failure = error
-            await pair.notify()
 
 
 async def _merge_trainer(pair: Pair) -> None:
@@ -181,14 +183,17 @@ async def _refuse(pair: Pair, instance: Instance, version: int, error: Weightcas
 
 async def _update_instance(pair: Pair, instance: Instance, version: int, host: str, port: int) -> UpdateRecord:
     begun = time.monotonic()
-    attempts = 0
-    verified: DigestCounts | None = None
     try:
         check_version(instance.record, version)
+    except VersionError as error:
+        return await _refuse(pair, instance, version, error)
+    attempts, reason = 0, ""
+    verified: DigestCounts | None = None
+    try:
         while verified is None:
             attempts += 1
-            await _reconnect_if_needed(pair, instance, host, port)
             try:
+                await _reconnect_if_needed(pair, instance, host, port)
                 verified = await _attempt(pair, instance, version)
             except StalePlanError as stale:
                 if instance.record.phase is not Phase.PREPARING:
@@ -199,15 +204,27 @@ async def _update_instance(pair: Pair, instance: Instance, version: int, host: s
                 if attempts == MAX_ATTEMPTS:
                     raise
                 await _leave_epoch(pair, instance)
-        reason = ""
     except WeightcastError as error:
         reason = str(error)
         await _update_failed(pair, instance, error)
-    committed = not reason
+    committed = verified is not None
+    if committed:
+        reason = await _resume(instance)
     record = UpdateRecord(version, committed, instance.record.fenced, reason, elapsed(begun), verified, attempts)
     instance.updates.append(record)
     await pair.give(instance, Order("end", instance.record.epoch, version, committed=committed, reason=reason))
     return record
+
+
+async def _resume(instance: Instance) -> str:
+    """Lets the engine go on with the committed version; what kept it from that, in one line, or nothing."""
+    try:
+        await instance.driver.resume()
+    except WeightcastError as error:
+        log.error("instance %s: committed, but not resumed: %s", instance.name, error)
+        return f"the version is committed, but the engine did not go on: {error}"
+    instance.paused = False
+    return ""
 
 
 async def _reconnect_if_needed(pair: Pair, instance: Instance, host: str, port: int) -> None:
@@ -220,7 +237,7 @@ async def _reconnect_if_needed(pair: Pair, instance: Instance, host: str, port: 
 
 async def _leave_epoch(pair: Pair, instance: Instance) -> None:
     """Closes the communicator, so that the next attempt describes, plans and joins anew."""
-    await instance.driver.disconnect(instance.group(pair.spec.name))
+    await _best_effort(instance, "disconnect", instance.driver.disconnect(instance.group(pair.spec.name)))
     instance.on(Event.FAIL, reason=instance.record.reason)
 
 
@@ -231,9 +248,10 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
     instance.clear_update()
     instance.on(Event.PREPARE, version=version)
     await instance.driver.pause()
+    instance.paused = True
     await instance.driver.begin()
     await pair.give(instance, Order("prepare", epoch, version))
-    call = asyncio.create_task(instance.driver.transfer(group))
+    call = _watched(pair, instance.driver.transfer(group))
     try:
         await _wait(
             pair,
@@ -246,7 +264,7 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
             await pair.give(instance, Order("end", epoch, None, reason=instance.stale))
             raise StalePlanError(f"instance {instance.name}: {instance.stale}")
         if len(instance.ready) < world:
-            await call  # raises what the engine said
+            raise StalePlanError(f"instance {instance.name}: {call.exception()}")
         instance.on(Event.TRANSFER)
         await pair.give(instance, Order("run", epoch, version))
         await _transfer(pair, instance, call)
@@ -257,7 +275,6 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
     verified = await _verify(pair, instance)
     await instance.driver.publish(version)
     instance.on(Event.COMMIT, version=version)
-    await instance.driver.resume()
     return verified
 
 
@@ -279,6 +296,14 @@ async def _transfer(pair: Pair, instance: Instance, call: asyncio.Task[None]) ->
         ),
     )
     await call
+
+
+def _watched(pair: Pair, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """An engine's call as a task whose end wakes the waits of the pair: it may be the last thing that they wait for."""
+
+    task = asyncio.create_task(call)
+    task.add_done_callback(lambda _: pair.notify_soon())
+    return task
 
 
 def _refused(call: asyncio.Task[None]) -> bool:
@@ -316,22 +341,22 @@ async def _verify(pair: Pair, instance: Instance) -> DigestCounts:
 async def _update_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
     """Says what failed, closes the engine's session, and resumes the engine only if it holds one whole version."""
     log.error("pair %s instance %s: update failed: %s", pair.spec.name, instance.name, error)
-    if isinstance(error, VersionError):
-        return  # refused before anything was asked of the engine
     if instance.record.phase is not Phase.FAILED:
         instance.on(Event.FAIL, reason=str(error))
     await _best_effort(instance, "end the session", instance.driver.end())
     await _best_effort(instance, "disconnect", instance.driver.disconnect(instance.group(pair.spec.name)))
-    if not instance.record.fenced:
+    # Only what was paused here is resumed: an engine may have been left paused by somebody who knew why.
+    if instance.paused and not instance.record.fenced:
         await _best_effort(instance, "resume", instance.driver.resume())
+        instance.paused = False
 
 
 async def _best_effort(instance: Instance, what: str, step: Awaitable[None]) -> None:
-    """After a failure: one more refusal changes nothing, but it is said."""
+    """After a failure: one more refusal changes nothing, but it is said; nor does an engine that answers no more."""
     try:
-        await step
-    except WeightcastError as second:
-        log.warning("instance %s: could not %s: %s", instance.name, what, second)
+        await asyncio.wait_for(step, CLEAN_UP_SECONDS)
+    except (WeightcastError, TimeoutError) as second:
+        log.warning("instance %s: could not %s: %s %s", instance.name, what, type(second).__name__, second)
 
 
 async def _wait(

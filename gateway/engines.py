@@ -13,7 +13,7 @@ import httpx
 
 from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver"]
+__all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

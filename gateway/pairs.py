@@ -9,7 +9,8 @@
 From every phase `fail` leads to *failed*, `leave` to *left*, and `rejoin` from failed, left or connected starts a new
 epoch at registering. `fenced` is a flag of its own: it is set by `transfer`, because from then on bytes of two versions
 may lie side by side, and only `commit` clears it. So an instance that fails while preparing still serves its old
-version, and one that fails later does not. Versions only grow.
+version, and one that fails later does not. `distrust` sets it too, when a rank turns out to be another
+process than before, or to hold an update that nobody committed. Versions only grow.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Event(StrEnum):
     FAIL = "fail"
     LEAVE = "leave"
     REJOIN = "rejoin"
+    DISTRUST = "distrust"
 
 
 _NEXT: dict[tuple[Phase, Event], Phase] = {
@@ -63,6 +65,7 @@ _NEXT: dict[tuple[Phase, Event], Phase] = {
     (Phase.CONNECTED, Event.REJOIN): Phase.REGISTERING,
     **{(phase, Event.FAIL): Phase.FAILED for phase in Phase if phase is not Phase.LEFT},
     **{(phase, Event.LEAVE): Phase.LEFT for phase in Phase},
+    **{(phase, Event.DISTRUST): phase for phase in Phase},
 }
 
 
@@ -115,7 +118,7 @@ def advance(record: InstanceRecord, event: Event, *, version: int | None = None,
             raise VersionError(f"instance {record.name}: an update needs a version")
         check_version(record, version)
         changes = {"target": version, "reason": ""}
-    elif event is Event.TRANSFER:
+    elif event in (Event.TRANSFER, Event.DISTRUST):
         changes = {"fenced": True}
     elif event is Event.COMMIT:
         if version != record.target:

@@ -8,6 +8,8 @@ missing. How the steps follow one another is in `coordinator`; this module holds
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -15,7 +17,7 @@ from typing import Any
 
 from weightcast.gateway.engines import EngineDriver, EngineSpec, make_driver
 from weightcast.gateway.merge import InstanceLayout, TrainerLayout
-from weightcast.gateway.pairs import Event, InstanceRecord, advance
+from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
 from weightcast.gateway.verify import DigestCounts
 from weightcast.transfer.errors import (
     ControlError,
@@ -33,6 +35,7 @@ from weightcast.transfer.wire import DigestReport
 __all__ = ["Deadlines", "Instance", "Order", "Pair", "PairSpec", "UpdateRecord"]
 
 
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 KEPT_RESULTS = 100
 """How many updates back a result can be asked for."""
 
@@ -48,6 +51,12 @@ class Deadlines:
     transfer: float = 600.0
     verify: float = 300.0
     engine: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise InputError(f"deadline {name} is {seconds}, expected a positive number of seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,8 @@ class Instance:
         self.orders: list[Order] = []
         self.updates: list[UpdateRecord] = []
         self.layout: InstanceLayout | None = None
+        self.identities: dict[int, str] = {}
+        self.paused = False
         self.plan: TransferPlan | None = None
         self.parts: PlanParts | None = None
         self.clear_epoch()
@@ -144,8 +155,14 @@ class Pair:
     def __init__(self, spec: PairSpec) -> None:
         if spec.trainer_world < 1:
             raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
+        for name in (spec.name, *spec.instances):
+            if not _NAME.fullmatch(name):
+                raise InputError(f"name {name!r} is not 1 to 64 letters, digits, '.', '_' or '-', the first no '.'")
         if not spec.instances:
             raise InputError(f"pair {spec.name}: no instances")
+        urls = [engine.url for engine in spec.instances.values() if engine.url]
+        if len(set(urls)) != len(urls):
+            raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")
         self.spec = spec
         self.instances = {
             name: Instance(name, s, make_driver(name, s, spec.deadlines.engine)) for name, s in spec.instances.items()
@@ -156,11 +173,18 @@ class Pair:
         self.conflict: VersionError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
         self.changed = asyncio.Condition()
+        self._notifying: set[asyncio.Task[None]] = set()
 
     async def notify(self) -> None:
         """Wakes every wait; call after each change of state."""
         async with self.changed:
             self.changed.notify_all()
+
+    def notify_soon(self) -> None:
+        """The same from where nothing can be awaited."""
+        task = asyncio.create_task(self.notify())
+        self._notifying.add(task)
+        task.add_done_callback(self._notifying.discard)
 
     async def wait(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
         """Until `ready()`. Raises DeadlineError with what `missing()` says when `seconds` have passed."""
@@ -206,12 +230,34 @@ class Pair:
         self.trainer_reports[rank] = report
         await self.notify()
 
-    async def register_instance(self, name: str, epoch: int, rank: int, report: RankReport) -> None:
-        """The report of an instance's rank."""
+    async def register_instance(
+        self, name: str, epoch: int, rank: int, report: RankReport, identity: str = "", uncommitted: bool = False
+    ) -> None:
+        """The report of an instance's rank.
+
+        `identity` is another one when the rank's memory is; `uncommitted` says that the memory holds an update that was
+        never committed. Both fence the instance, whatever this gateway knows of it.
+        """
         instance = self._instance_in(name, epoch)
         self._check_rank(name, rank, instance.spec.world_size)
         self._check_report(name, rank, instance.spec.world_size, report)
+        if uncommitted or instance.identities.get(rank, identity) != identity:
+            instance.on(Event.DISTRUST)
+        instance.identities[rank] = identity
         instance.reports[rank] = report
+        await self.notify()
+
+    async def restarted(self, name: str, rank: int) -> None:
+        """A rank of the instance started anew after it had joined: the instance is fenced, and connects anew."""
+        instance = self.instance(name)
+        self._check_rank(name, rank, instance.spec.world_size)
+        instance.on(Event.DISTRUST)
+        if instance.failure is None:
+            instance.failure = ControlError(
+                f"{name} rank {rank} started anew; the next update connects the instance again"
+            )
+        if instance.record.phase is Phase.CONNECTED:
+            instance.on(Event.FAIL, reason=str(instance.failure))
         await self.notify()
 
     def _check_report(self, who: str, rank: int, world: int, report: RankReport) -> None:
@@ -275,6 +321,7 @@ class Pair:
     async def ready(self, name: str, epoch: int, rank: int, stale: str) -> None:
         """A rank of the instance checked its layout; `stale` says what changed, empty when nothing did."""
         instance = self._instance_in(name, epoch)
+        self._check_rank(name, rank, instance.spec.world_size)
         if stale and not instance.stale:
             instance.stale = f"rank {rank}: {stale}"
         instance.ready.add(rank)
@@ -292,12 +339,14 @@ class Pair:
 
     async def transferred(self, name: str, epoch: int, rank: int) -> None:
         """A trainer rank has sent its part."""
+        self._check_rank("trainer", rank, self.spec.trainer_world)
         self._instance_in(name, epoch).transferred.add(rank)
         await self.notify()
 
     async def digests(self, name: str, epoch: int, side: str, rank: int, report: DigestReport) -> None:
         """The digests of a rank, trainer or instance."""
         instance = self._instance_in(name, epoch)
+        self._check_rank(side, rank, self.spec.trainer_world if side == "trainer" else instance.spec.world_size)
         target = instance.trainer_digests if side == "trainer" else instance.digests
         target[rank] = report
         await self.notify()
@@ -320,6 +369,7 @@ class Pair:
             await self.notify()
             raise self.conflict
         self.offers[rank] = version
+        self.results.pop(version, None)
         await self.notify()
 
     async def offered(self, version: int) -> None:

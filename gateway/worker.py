@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -224,12 +225,9 @@ class TrainerWorker:
         reports: dict[str, TransferReport] = {}
         self._each(list(self._cursor), lambda name: self._follow_update(name, version, reports))
         instances = self._client.result(self._pair, version, time.monotonic() + self._waits.gateway)
-        failed = {name: record for name, record in instances.items() if not record["committed"]}
+        failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failed:
-            said = "; ".join(
-                f"{name} is {'fenced' if r['fenced'] else 'not updated'}: {r['reason']}" for name, r in failed.items()
-            )
-            raise UpdateError(f"version {version} was not committed everywhere: {said}")
+            raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
         return UpdateResult(version, instances, reports)
 
     def close(self) -> None:
@@ -334,8 +332,17 @@ class TrainerWorker:
             self._client.fail(self._pair, name, epoch, f"trainer rank {self._rank}", error)
 
 
+def _outcome(name: str, record: dict[str, Any]) -> str:
+    state = "not updated" if not record["committed"] else "not resumed"
+    return f"{name} is {'fenced' if record['fenced'] else state}: {record['reason']}"
+
+
 class InstanceWorker:
-    """An inference rank's side: `register` and `join` once an epoch, then `transfer` and `verify` once an update."""
+    """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
+
+    `identity` stands for this rank's memory: another one than before makes the gateway distrust it. `uncommitted` says
+    that the memory already holds an update that was never committed.
+    """
 
     def __init__(
         self,
@@ -350,6 +357,8 @@ class InstanceWorker:
         backend: str = "gloo",
         address: str = "127.0.0.1",
         deadline: float | None = None,
+        identity: str | None = None,
+        uncommitted: bool = False,
     ) -> None:
         self._client = GatewayClient(url, token)
         self._pair, self._instance, self._sink = pair, instance, sink
@@ -359,7 +368,11 @@ class InstanceWorker:
         self._layout: RankLayout | None = None
         self._member: Member | None = None
         self._epoch = 0
-        self._cursor = 0
+        self._cursor: int | None = None
+        self._identity = identity or uuid.uuid4().hex
+        self._target: int | None = None
+        self._verified: int | None = None
+        self.uncommitted = uncommitted
 
     def connect(self, epoch: int) -> None:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
@@ -377,7 +390,9 @@ class InstanceWorker:
             self._waits = Waits.of_pair(self._client.pair_status(self._pair))
         self._layout = self._sink.describe()
         report = report_of(self._layout, self._rank, self._world)
-        self._client.register_instance(self._pair, self._instance, epoch, report)
+        self._client.register_instance(
+            self._pair, self._instance, epoch, report, identity=self._identity, uncommitted=self.uncommitted
+        )
 
     def _join(self, epoch: int) -> None:
         deadline = time.monotonic() + self._waits.gateway
@@ -400,7 +415,10 @@ class InstanceWorker:
                 raise StalePlanError(f"the update was called off: {order['reason']}")
             if member.executor is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
-            return member.executor.run(Deadline.after(self._waits.transfer))
+            self.uncommitted, self._verified = True, None
+            moved = member.executor.run(Deadline.after(self._waits.transfer))
+            self._target = int(order["version"])
+            return moved
         except StalePlanError:
             raise
         except BaseException as error:
@@ -415,6 +433,7 @@ class InstanceWorker:
                 raise StalePlanError(f"changed during the transfer: {stale}")
             report = digest_report(self._joined().part, self._described())
             self._client.digests(self._pair, self._instance, self._epoch, "instance", self._rank, report)
+            self._verified = self._target
         except BaseException as error:
             self._tell(error)
             raise
@@ -425,6 +444,8 @@ class InstanceWorker:
         Call it between two batches, on every rank. Returns at once when there is no order within `wait` seconds, and
         stays while something is under way. Returns the version that was committed, None when none was.
         """
+        if self._cursor is None:
+            self._cursor = self._first_order()
         busy = False
         while True:
             found = self._client.orders(self._pair, self._instance, self._cursor, POLL if busy else wait)
@@ -432,10 +453,29 @@ class InstanceWorker:
                 self._cursor += 1
                 self._obey(order)
                 if order["action"] in ("connected", "failed", "end"):
-                    return order["version"] if order["committed"] else None
+                    return self._committed(order)
             busy = busy or bool(found)
             if not busy:
                 return None
+
+    def _first_order(self) -> int:
+        """Number of the first order that is for this worker; those that another one has followed before it are not."""
+        given = [order["action"] for order in self._client.orders(self._pair, self._instance, 0, 0.0)]
+        if not given or given[-1] == "register":
+            return max(0, len(given) - 1)
+        self._client.restarted(self._pair, self._instance, self._rank)
+        return len(given)
+
+    def _committed(self, order: dict[str, Any]) -> int | None:
+        """The version of an order that ends an update, if it was committed and this worker has verified it."""
+        if not order["committed"] or order["version"] != self._verified:
+            return None
+        self.commit()
+        return self._verified
+
+    def commit(self) -> None:
+        """What was transferred and verified last has been committed."""
+        self.uncommitted = self._verified is None
 
     def _obey(self, order: dict[str, Any]) -> None:
         """One order; failures are told to the gateway, which ends the connect or update."""

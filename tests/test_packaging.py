@@ -25,6 +25,7 @@ NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs", "requirements", "sgl_k
 NEED_TORCH = (
     "weightcast.adapters",
     "weightcast.gateway.worker",
+    "weightcast.transfer.casting",
     "weightcast.transfer.digest",
     "weightcast.transfer.executor",
     "weightcast.transfer.rounds",

@@ -38,6 +38,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from weightcast.transfer.casting import settle_nan
 from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
@@ -146,7 +147,8 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
         values = values[:, None]
         weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
     for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
-        words = values[cut].to(target).view(_WORDS[target.itemsize])
+        values_there = values[cut] if target == boxes.dtype else settle_nan(values[cut].to(target))
+        words = values_there.view(_WORDS[target.itemsize])
         sums = _row_sums(words, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
             outer = weights.outer(position, cut[position + 1])

@@ -193,8 +193,9 @@ def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
 
 
 def _trainer_digests(pair: Pair, sources: Sources, held: list[Cells]) -> DigestRows:
-    """Every cell of a tensor that some instance holds, once for each dtype that an instance has it in, at one balanced
-    owner."""
+    """Every cell of a tensor that some instance holds, for each dtype that an instance has it in, on each of its
+    holders: data-parallel copies that have drifted apart must be seen, because several of them may be sent.
+    """
     cells, tensors = sources.cells, len(pair.tensors)
     wanted = np.zeros((ITEMSIZE.shape[0], tensors), dtype=np.bool_)
     for side, own in zip(pair.instances, held, strict=True):
@@ -202,13 +203,14 @@ def _trainer_digests(pair: Pair, sources: Sources, held: list[Cells]) -> DigestR
     dtype, cell = np.nonzero(wanted[:, cells.key])
     order, _ = lex_sort([cells.key[cell], dtype, cell])
     dtype, cell = dtype[order], cell[order]
-    tensor = cells.key[cell]
-    size = np.take(cells.size, cell, axis=0)
-    weight = volumes(size) * ITEMSIZE[pair.tensors.dtype[tensor]]
-    entry = sources.start[cell] + deal(sources.pools, sources.pool[cell], weight, pair.trainer.world)
+    holders = cells.start[cell + 1] - cells.start[cell]
+    row = cells.row[ranges(cells.start[cell], holders)]
+    number = np.repeat(np.arange(cell.shape[0], dtype=np.int64), holders)
+    cell, dtype = cell[number], dtype[number]
     rows = DigestRows(
-        np.full(cell.shape[0], TRAINER, dtype=np.int64), sources.rank[entry], sources.region[entry], tensor,
-        np.take(cells.offset, cell, axis=0), size, dtype, np.arange(cell.shape[0], dtype=np.int64),
+        np.full(cell.shape[0], TRAINER, dtype=np.int64),
+        pair.trainer.rank[row], pair.trainer.region[row], cells.key[cell],
+        np.take(cells.offset, cell, axis=0), np.take(cells.size, cell, axis=0), dtype, number,
     )  # fmt: skip
     return rows.take(lex_sort([rows.rank, rows.cell])[0])
 

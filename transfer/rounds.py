@@ -6,11 +6,12 @@ Everything here is worked out once, so that a run makes no view and allocates no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from weightcast.transfer.casting import settle_nan
 from weightcast.transfer.dtypes import dtype_name, to_torch
 from weightcast.transfer.errors import PlanError, TransferError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
@@ -30,12 +31,13 @@ class CopyBatch:
     """Copies that are made together, with few calls.
 
     `targets[i]` gets `sources[i]`, converted if the dtypes differ. `joins` are (target, sources) where sources of the
-    target's dtype are laid one after the other, which is faster.
+    target's dtype are laid one after the other, which is faster. `casts` are targets that got converted values.
     """
 
     targets: list[torch.Tensor]
     sources: list[torch.Tensor]
     joins: list[tuple[torch.Tensor, list[torch.Tensor]]]
+    casts: list[torch.Tensor] = field(default_factory=list)
 
     def run(self) -> None:
         """Makes them."""
@@ -43,6 +45,8 @@ class CopyBatch:
             torch._foreach_copy_(self.targets, self.sources)
         for target, sources in self.joins:
             torch.cat(sources, out=target)
+        for target in self.casts:
+            settle_nan(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +274,8 @@ def _gather(batch: CopyBatch, message: torch.Tensor, memory: list[torch.Tensor],
     else:
         batch.targets.extend(wire)
         batch.sources.extend(memory)
+        if any(v.dtype != message.dtype for v in memory):
+            batch.casts.append(message)
 
 
 def _replication(part: RankPart, layout: RankLayout, rows: IntArray) -> tuple[CopyBatch, int]:

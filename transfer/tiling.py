@@ -35,15 +35,20 @@ def outside(side: Side, row: IntArray, known: BoolArray, boxes: tuple[IntArray, 
 
 
 def tiling_fault(
-    side: Side, row: IntArray, offset: IntArray, size: IntArray
+    side: Side, row: IntArray, offset: IntArray, size: IntArray, wanted: BoolArray | None = None
 ) -> tuple[tuple[int, int] | None, int | None]:
-    """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is."""
+    """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is.
+
+    `wanted` (len(side),) says which regions have to be filled; all of them without it.
+    """
     writes = np.bincount(row, minlength=len(side))
     shared = np.flatnonzero(writes[row] > 1)
     a, b = overlaps(row[shared], np.take(offset, shared, axis=0), np.take(size, shared, axis=0))
     if a.size:
         return (int(shared[a[0]]), int(shared[b[0]])), None
     short = uncovered(row, offset, size, side.size)
+    if wanted is not None:
+        short = short[wanted[short]]
     return None, int(short[0]) if short.size else None
 
 
