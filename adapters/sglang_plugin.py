@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,33 @@ _VERSION_HANDLER = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 
 
+class _Background:
+    """Work that must not hold up a pipeline stage.
+
+    SGLang hands a request on to the next stage after the first has answered it, and the ranks of all stages wait for
+    one another in a connect and in a transfer. So with pipeline parallelism both run beside the scheduler's loop, which
+    is paused then.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weightcast", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            log.exception("weightcast: failed beside the scheduler's loop")
+            self._error = error
+
+    def finished(self) -> BaseException | None:
+        """Waits for its end, and the waits inside have deadlines; what it raised."""
+        self._thread.join()
+        return self._error
+
+
 class _Session:
     """The one worker of this scheduler process and what is left to do at the end of the update session."""
 
@@ -51,6 +79,7 @@ class _Session:
         self.worker: InstanceWorker | None = None
         self.group = ""
         self.written = False
+        self.background: _Background | None = None
         self.identity = uuid.uuid4().hex  # of this process, whose memory outlives groups and gateways
         self.uncommitted = False  # whether that memory holds an update that was never committed; outlives them too
 
@@ -63,11 +92,26 @@ class _Session:
             raise PairStateError(f"this rank is in group {self.group or 'none'}, not in {group}; init the group first")
         return self.worker
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Does `work` now, or beside the scheduler's loop where that has to go on for the other ranks."""
+        if (failure := self.finished()) is not None:
+            raise failure
+        if _pipeline_stages() == 1:
+            work()
+        else:
+            self.background = _Background(work)
+
+    def finished(self) -> BaseException | None:
+        """Waits for what runs beside the loop; what it raised."""
+        background, self.background = self.background, None
+        return None if background is None else background.finished()
+
     def close(self) -> None:
         if self.worker is not None:
             self.uncommitted = self.worker.uncommitted
             self.worker.close()
-        self.worker, self.group, self.written = None, "", False
+        # What still runs for the old group ends by itself: its communicator and its client are closed.
+        self.worker, self.group, self.written, self.background = None, "", False, None
 
 
 _session = _Session()
@@ -136,8 +180,8 @@ def _connect(manager: Any, request: Any) -> str:
         uncommitted=_session.uncommitted,
     )
     _session.replace(request.group_name, worker)
-    worker.connect(int(epoch))
-    return f"joined {request.group_name} as rank {rank}"
+    _session.run(lambda: worker.connect(int(epoch)))
+    return f"joins {request.group_name} as rank {rank}"
 
 
 def _refuse_draft(manager: Any) -> None:
@@ -147,6 +191,12 @@ def _refuse_draft(manager: Any) -> None:
             "this server has a draft model for speculative decoding, which would be left at its old version; "
             "start it without speculative decoding"
         )
+
+
+def _pipeline_stages() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
 
 
 def _rank_of(runner: Any) -> tuple[int, int]:
@@ -186,9 +236,9 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         worker = _session.of(request.group_name)
         # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived weights
         # anew.
-        report = worker.transfer()
+        _session.run(worker.transfer)
         _session.written = True
-        return f"received {report.bytes_received} bytes"
+        return f"receives by {request.group_name}"
 
     return _answer("UpdateWeightsFromDistributedReqOutput", transfer)
 
@@ -209,7 +259,10 @@ def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         worker = _session.worker
         if worker is None:
             raise PairStateError("the group was left before the update ended")
-        answer = original(manager, request)
+        failure = _session.finished()
+        answer = original(manager, request)  # in any case: the engine's session has to be closed
+        if failure is not None:
+            raise failure
         if not answer.success:
             raise PairStateError(f"end_weight_update failed: {answer.message}")
         worker.verify()

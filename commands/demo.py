@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -62,8 +63,7 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    work = arguments.work or Path(tempfile.mkdtemp(prefix="weightcast-demo-"))
-    config = _config(arguments, work)
+    config = _config(arguments, arguments.work or Path(tempfile.gettempdir()) / f"weightcast-demo-{os.getpid()}")
     from weightcast.demo.run import run_demo
 
     begun = time.monotonic()
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "faults": faults, "seconds": seconds}))
     else:
         _print(config, outcomes)
-        print(f"{seconds:.0f} s; logs in {work}")
+        print(f"{seconds:.0f} s; logs in {config.work}")
     for fault in faults:
         print(f"weightcast demo: {fault}", file=sys.stderr)
     return 4 if faults else 0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import socket
+from contextlib import suppress
 from typing import TypeAlias
 
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import ControlError, InputError
 
 __all__ = ["add"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 
 
 def add(commands: Commands) -> None:
@@ -33,6 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import uvicorn
 
     from weightcast.gateway.app import Gateway, make_app, make_token
+    from weightcast.gateway.client import TOKEN_VARIABLE
 
     if not 0 < arguments.port < 65536:
         raise InputError(f"port {arguments.port} is not in 1..65535")
@@ -40,6 +40,13 @@ def _run(arguments: argparse.Namespace) -> int:
     token = given or make_token()
     app = make_app(Gateway(arguments.advertise or arguments.host, arguments.port), token)
     url = f"http://{arguments.host}:{arguments.port}"
+    server = uvicorn.Server(
+        uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning", access_log=False)
+    )
+    try:
+        listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
+    except OSError as error:
+        raise ControlError(f"cannot listen on {url}: {error.strerror}; choose another --port") from None
     # A token that was made here is shown this once; a given one is not repeated.
     if arguments.json:
         print(json.dumps({"url": url, "token": None if given else token}), flush=True)
@@ -47,15 +54,6 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"weightcast gateway on {url}, token from {TOKEN_VARIABLE}", flush=True)
     else:
         print(f"weightcast gateway on {url}\n{TOKEN_VARIABLE}={token}", flush=True)
-    server = uvicorn.Server(
-        uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning", access_log=False)
-    )
-    try:
-        server.run()
-    except SystemExit:
-        # uvicorn has logged why it could not start, and leaves the status to its caller.
-        print(f"weightcast gateway: cannot listen on {url}; is the port in use?", file=sys.stderr)
-        return 4
-    except KeyboardInterrupt:
-        pass
+    with listener, suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
     return 0

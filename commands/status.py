@@ -51,7 +51,7 @@ def _print(pairs: list[dict[str, Any]]) -> None:
             title=f"pair {pair['pair']}: "
             f"{len(trainer['registered'])} of {trainer['world_size']} trainer ranks registered"
         )
-        for column in ("instance", "phase", "version", "serves", "fenced", "ranks", "epoch", "reason"):
+        for column in ("instance", "phase", "version", "serves", "fenced", "ranks", "epoch"):
             table.add_column(column)
         for name, i in pair["instances"].items():
             table.add_row(
@@ -62,6 +62,8 @@ def _print(pairs: list[dict[str, Any]]) -> None:
                 "FENCED" if i["fenced"] else "no",
                 f"{len(i['registered'])} of {i['world_size']}",
                 str(i["epoch"]),
-                i["reason"],
             )
         console.print(table)
+        for name, i in pair["instances"].items():
+            if i["reason"]:
+                console.print(f"{name}: {i['reason']}", markup=False, highlight=False, soft_wrap=True)

@@ -25,6 +25,7 @@ class ServerConfig:
     name: str
     tp: int = 1
     ep: int = 1
+    pp: int = 1
     placement: tuple[int, ...] = ()
 
     @classmethod
@@ -35,9 +36,11 @@ class ServerConfig:
             row = given.pop("map", [])
             made = cls(**given, placement=tuple(int(n) for n in row))
         except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"instance {text!r} is not JSON with name, tp, ep and map: {error}") from None
-        if not isinstance(made.name, str) or not all(isinstance(n, int) and n >= 1 for n in (made.tp, made.ep)):
-            raise InputError(f"instance {text!r}: name must be text, tp and ep whole numbers from 1")
+            raise InputError(f"instance {text!r} is not JSON with name, tp, ep, pp and map: {error}") from None
+        if not isinstance(made.name, str) or not all(
+            isinstance(n, int) and n >= 1 for n in (made.tp, made.ep, made.pp)
+        ):
+            raise InputError(f"instance {text!r}: name must be text, tp, ep and pp whole numbers from 1")
         if not _NAME.fullmatch(made.name):
             raise InputError(f"instance name {made.name!r} is not letters, digits, '_' and '-'")
         if made.tp % made.ep:
@@ -45,6 +48,11 @@ class ServerConfig:
         if made.placement:
             ExpertPlacement(np.array([made.placement]), max(made.placement) + 1, made.ep)  # raises for a bad map
         return made
+
+    @property
+    def world_size(self) -> int:
+        """Number of its scheduler processes."""
+        return self.tp * self.pp
 
 
 DEFAULT_SERVERS = (

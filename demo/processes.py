@@ -147,7 +147,7 @@ def _environment(spec: ServerConfig, token: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         # One entry a rank; ranks share cores where there are fewer cores than ranks.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.world_size)),
     }
 
 
@@ -155,7 +155,7 @@ def _command(spec: ServerConfig, config: DemoConfig, model: Path, port: int) -> 
     command = [
         sys.executable, "-m", "sglang.launch_server",
         "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port),
-        "--device", "cpu", "--dtype", config.dtype, "--tp-size", str(spec.tp), "--ep-size", str(spec.ep),
+        "--device", "cpu", "--dtype", config.dtype, "--tp-size", str(spec.tp), "--ep-size", str(spec.ep), "--pp-size", str(spec.pp),
         "--skip-tokenizer-init", "--skip-server-warmup", "--attention-backend", "torch_native",
         "--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule",
         "--max-total-tokens", "2048", "--max-running-requests", "4", "--chunked-prefill-size", "-1",

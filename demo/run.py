@@ -39,7 +39,7 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     os.environ[TOKEN_VARIABLE] = token  # read by the trainer processes; never on a command line
     with ExitStack() as stack:
         stack.enter_context(_ending_on_sigterm())
-        say("starting the gateway and " + ", ".join(f"{s.name} (tp{s.tp}/ep{s.ep})" for s in config.servers))
+        say("starting the gateway and " + ", ".join(f"{s.name} ({describe_server(s)})" for s in config.servers))
         url = stack.enter_context(start_gateway(config, token))
         servers = [stack.enter_context(ServerProcess.start(s, config, model, token)) for s in config.servers]
         for server in servers:
@@ -77,7 +77,7 @@ def _model(config: DemoConfig, say: Say) -> Path:
 
 
 def _create_pair(config: DemoConfig, url: str, token: str, servers: list[ServerProcess]) -> None:
-    instances = {s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.tp} for s in servers}
+    instances = {s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size} for s in servers}
     deadlines = dict.fromkeys(("register", "join", "prepare", "transfer", "verify", "engine"), config.deadline)
     with GatewayClient(url, token) as client:
         client.create_pair("demo", config.trainers, instances, deadlines)
@@ -206,5 +206,5 @@ def _compare(
 
 def describe_server(server: ServerConfig) -> str:
     """One line about a server's layout, for the table."""
-    text = f"tp{server.tp}/ep{server.ep}"
+    text = f"tp{server.tp}/ep{server.ep}" + (f"/pp{server.pp}" if server.pp > 1 else "")
     return text + (f" map {list(server.placement)}" if server.placement else "")

@@ -191,8 +191,8 @@ class GatewayClient:
         self._call("POST", f"{self._base(pair, instance, epoch)}/failures", json=body)
 
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL) -> list[dict[str, Any]]:
-        """Orders of an instance from number `after` on; waits up to `wait` seconds for the first."""
-        params = {"after": after, "wait": wait}
+        """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first."""
+        params = {"after": after, "wait": min(wait, POLL)}
         return list(self._call("GET", f"/pairs/{pair}/instances/{instance}/orders", params=params).json()["orders"])
 
     def ready(self, pair: str, instance: str, epoch: int, rank: int, stale: str) -> None:

@@ -90,7 +90,7 @@ class InstanceRecord:
     @property
     def serves(self) -> bool:
         """Whether the instance may answer with a version of this pair."""
-        return self.version is not None and not self.fenced
+        return self.version is not None and not self.fenced and self.phase not in (Phase.FAILED, Phase.LEFT)
 
 
 def check_version(record: InstanceRecord, version: int) -> None:

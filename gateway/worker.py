@@ -446,16 +446,17 @@ class InstanceWorker:
         """
         if self._cursor is None:
             self._cursor = self._first_order()
-        busy = False
+        busy, until = False, time.monotonic() + wait
         while True:
-            found = self._client.orders(self._pair, self._instance, self._cursor, POLL if busy else wait)
+            patience = POLL if busy else max(0.0, until - time.monotonic())
+            found = self._client.orders(self._pair, self._instance, self._cursor, patience)
             for order in found:
                 self._cursor += 1
                 self._obey(order)
                 if order["action"] in ("connected", "failed", "end"):
                     return self._committed(order)
             busy = busy or bool(found)
-            if not busy:
+            if not busy and time.monotonic() >= until:
                 return None
 
     def _first_order(self) -> int:

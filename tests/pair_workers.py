@@ -184,4 +184,4 @@ def again_play(rank: int, world: int, port: int, url: str, pair: str, roles: lis
     if roles[rank][0] != "again":
         return play(rank, world, port, url, pair, roles)
     logging.disable(logging.CRITICAL)
-    return [trainer(roles[rank][1]["rank"], url, pair, versions, 60.0) for versions in roles[rank][1]["versions"]]
+    return [trainer(roles[rank][1]["rank"], url, pair, versions, 150.0) for versions in roles[rank][1]["versions"]]

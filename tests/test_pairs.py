@@ -38,10 +38,18 @@ def test_failure_after_the_first_byte_fences(written: tuple[Event, ...]) -> None
     assert (record.serves, record.version, record.epoch) == (True, 3, 2)
 
 
-def test_failure_while_preparing_keeps_the_old_version_served() -> None:
+def test_failure_while_preparing_keeps_the_old_version() -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=1)
     record = advance(follow(record, Event.PREPARE, version=2), Event.FAIL, reason="not ready")
+    assert (record.serves, record.version) == (False, 1), "while it is not connected, nobody can know"
+    record = follow(record, Event.REJOIN, *CONNECT)
     assert (record.serves, record.version) == (True, 1)
+
+
+def test_distrust_fences_until_the_next_commit() -> None:
+    record = advance(follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=1), Event.DISTRUST)
+    assert (record.phase, record.serves, record.version) == (Phase.CONNECTED, False, 1)
+    assert follow(record, *UPDATE, version=2).serves
 
 
 @pytest.mark.parametrize("version", [3, 4])

@@ -317,7 +317,7 @@ class LayoutBuilder:
     """Collects regions and the views behind them, one call a region, and makes the RankLayout.
 
     >>> builder = LayoutBuilder()
-    >>> builder.add("model.norm.weight", TensorSpec((64,), "float32"), (0,), view)
+    >>> builder.add("model.norm.weight", (64,), (0,), view)
     >>> layout = builder.build()
     """
 
