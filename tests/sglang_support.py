@@ -40,6 +40,14 @@ class Rank(NamedTuple):
     checkpoint: dict[str, torch.Tensor]
 
 
+class Synced(NamedTuple):
+    """What `check_against_loader` compared: our layout and model, and a model that SGLang itself loaded."""
+
+    layout: RankLayout
+    model: torch.nn.Module
+    expected: torch.nn.Module
+
+
 def environment() -> None:
     """Sets what SGLang reads when it is imported; before any import of it."""
     os.environ |= {
@@ -173,7 +181,7 @@ def sink_of(r: Rank, model: torch.nn.Module, **kwargs: Any) -> SglangSink:
     return SglangSink(model, read_headers(r.path), rank=r.rank, **kwargs)
 
 
-def check_against_loader(r: Rank, rows: Sequence[Sequence[int]] | None = None, **sink: Any) -> RankLayout:
+def check_against_loader(r: Rank, rows: Sequence[Sequence[int]] | None = None, **sink: Any) -> Synced:
     """Poison, sync, compare every parameter byte for byte with SGLang's own load of the same checkpoint.
 
     Only for placements and backends with which SGLang's own load is complete.
@@ -187,14 +195,49 @@ def check_against_loader(r: Rank, rows: Sequence[Sequence[int]] | None = None, *
     assert again.table.fingerprint == layout.table.fingerprint
     assert again.notes.derived == layout.notes.derived
     write(again, r.checkpoint)
-    assert fill_padding(model, layout) == layout.notes.padding_bytes
     expected = build(r)
     load(r, expected)
+    synced = Synced(layout, model, expected)
+    check_equal(r, synced)
+    assert int(layout.table.nbytes.sum()) + layout.notes.padding_bytes == layout.notes.parameter_bytes
+    return synced
+
+
+def check_equal(r: Rank, synced: Synced) -> None:
+    """Every byte of every parameter is what SGLang's own load made it, padding aside."""
+    layout, model, expected = synced
+    assert fill_padding(model, layout) == layout.notes.padding_bytes
     for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert not is_poisoned(theirs), f"rank {r.rank}: SGLang's own load leaves {name} unwritten"
         assert torch.equal(as_bytes(ours), as_bytes(theirs)), f"rank {r.rank}: {name} differs from SGLang's own load"
-    assert int(layout.table.nbytes.sum()) + layout.notes.padding_bytes == layout.notes.parameter_bytes
-    return layout
+
+
+def updater_of(r: Rank, model: torch.nn.Module) -> Any:
+    """SGLang's own updater of a model, which begins and ends update sessions, without a model runner around it."""
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    def no_runner(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a session asks for nothing but the model")
+
+    return WeightUpdater(
+        tp_rank=r.rank,
+        device="cpu",
+        gpu_id=0,
+        model_config=r.model_config,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=no_runner,
+        recapture_cuda_graph=no_runner,
+        get_model_runner=no_runner,
+    )
+
+
+def derived_tensor(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """A tensor that a module keeps as a plain attribute."""
+    path, _, key = name.rpartition(".")
+    found = getattr(model.get_submodule(path), key)
+    assert isinstance(found, torch.Tensor)
+    return found.detach()
 
 
 def expert_layers(model: torch.nn.Module) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import sglang_support as support
+import sglang_transfer as transfer
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,19 +21,70 @@ from weightcast.adapters.sglang import SglangSink
 from weightcast.adapters.sglang_slots import Held
 from weightcast.transfer.audit import audit_dispatch
 from weightcast.transfer.errors import AgreementError, DescribeError
+from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import NO_SLOT, RankReport, TensorSpec
 
 Server = dict[str, Any]
 Rows = Sequence[Sequence[int]]
 
 
-def oracle(rank: int, world: int, port: int, path: str, server: Server, sink: dict[str, Any]) -> RankReport:
-    """Sync equals SGLang's own load."""
-    r = support.boot(rank, world, port, path, **server)
-    layout = support.check_against_loader(r, **sink)
+def oracle(
+    rank: int, world: int, port: int, path: str, server: Server, sink: dict[str, Any], store: int
+) -> tuple[RankReport | None, TransferReport]:
+    """Sync equals SGLang's own load: views written from the checkpoint, then a transfer from a trainer rank.
+
+    The last process is the trainer; the store at port `store` is where it meets the ranks of the instance.
+    """
+    if rank == world - 1:
+        return None, transfer.train(store, path, world - 1)
+    r = support.boot(rank, world - 1, port, path, **server)
+    synced = support.check_against_loader(r, **sink)
+    layout = synced.layout
     if layout.placement is not None:
         audit_dispatch(layout.placement.placement, layout.notes.dispatch)
-    return RankReport(rank, world, "", layout.table, layout.placement, layout.notes)
+    report = RankReport(rank, world - 1, "", layout.table, layout.placement, layout.notes)
+    support.poison(synced.model)
+    moved = transfer.receive(store, layout, report)
+    support.check_equal(r, synced)
+    repeated = transfer.repeated_bytes(layout)
+    assert moved.bytes_copied == repeated, "replicas on one rank are copied there, and nothing else is"
+    assert moved.bytes_received == int(layout.table.nbytes.sum()) - repeated
+    return report, moved
+
+
+def derived_weights(rank: int, world: int, port: int, path: str, server: Server) -> None:
+    """After new weights are written in place, SGLang's end of an update makes w_kc and w_vc those of a fresh load."""
+    r = support.boot(rank, world, port, path, **server)
+    support.set_map(r)
+    model, fresh = support.build(r), support.build(r)
+    support.load(r, model)
+    # All weights of the next version differ from those that were loaded.
+    new = r._replace(checkpoint={name: (t.float() * -0.5 + 1).to(t.dtype) for name, t in r.checkpoint.items()})
+    support.load(new, fresh)
+    layout = support.sink_of(r, model).describe()
+    derived = layout.notes.derived
+    layers = range(model.model.start_layer, model.model.end_layer)
+    assert set(derived) == {f"model.layers.{i}.self_attn.{w}" for i in layers for w in ("w_kc", "w_vc")}
+
+    def values(of: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return {name: support.derived_tensor(of, name) for name in derived}
+
+    def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[bool]:
+        return [torch.equal(support.as_bytes(a[name]), support.as_bytes(b[name])) for name in derived]
+
+    old = {name: t.clone() for name, t in values(model).items()}
+    addresses = {name: t.data_ptr() for name, t in values(model).items()}
+    assert not any(equal(old, values(fresh))), "the new checkpoint would show nothing"
+    updater = support.updater_of(r, model)
+    updater.begin_weight_update()
+    support.write(layout, new.checkpoint)
+    assert all(equal(values(model), old)), "an update does not touch them itself"
+    updater.end_weight_update(run_post_load=False)
+    assert all(equal(values(model), old)), "stale: what happens when SGLang takes our write for a load of its own"
+    updater.end_weight_update(run_post_load=True)
+    assert all(equal(values(model), values(fresh)))
+    assert {name: t.data_ptr() for name, t in values(model).items()} == addresses, "captured graphs keep the address"
+    support.check_equal(new, support.Synced(layout, model, fresh))
 
 
 def random_maps(rank: int, world: int, port: int, path: str, server: Server, layers: int, examples: int) -> int:
@@ -47,7 +99,7 @@ def random_maps(rank: int, world: int, port: int, path: str, server: Server, lay
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
     @given(st.lists(row, min_size=layers, max_size=layers))
     def holds(rows: list[list[int]]) -> None:
-        layout = support.check_against_loader(r, rows)
+        layout = support.check_against_loader(r, rows).layout
         assert layout.placement is not None
         assert layout.placement.placement.physical_to_logical.tolist() == rows
         audit_dispatch(layout.placement.placement, layout.notes.dispatch)

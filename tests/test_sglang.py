@@ -14,25 +14,33 @@ from sglang_nest import Nest
 from sglang_support import map_arguments
 
 from weightcast.transfer.audit import audit_shared_dispatch
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import AgreementError
 from weightcast.transfer.layout import NO_SLOT, RankReport
+from weightcast.transfer.transports.torch_group import open_store
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 ROW = [0, 1, 2, 3, 3, 0]
-"""Expert 3 has its two replicas on both ranks of EP 2, expert 0 too."""
+"""On EP 2 both replicas of expert 3 are on rank 1, and those of expert 0 on one rank each."""
+ROW4 = [0, 1, 2, 3, 3, 0, 1, 1]
+"""On EP 4 two of the three replicas of expert 1 are on rank 3, all others on different ranks."""
 PAIR = [0, 0, 1, 2, 3, 3]
 """Expert 0 has both replicas on rank 0 and expert 3 on rank 1."""
 
 TP2 = {"tp_size": 2}
 TP2_EP2 = {"tp_size": 2, "ep_size": 2}
 TP4_EP2 = {"tp_size": 4, "ep_size": 2}
-DP2 = {"tp_size": 2, "enable_dp_attention": True, "dp_size": 2}
+TP4_EP4 = {"tp_size": 4, "ep_size": 4}
+DP = {"enable_dp_attention": True, "dp_size": 2}
+DP2 = {"tp_size": 2} | DP
 PP2 = {"tp_size": 1, "pp_size": 2}
 PP2_TP2 = {"tp_size": 2, "pp_size": 2}
 FUSED = {"enforce_shared_experts_fusion": True}
 MAP2 = map_arguments(ROW, 2)
 MAP3 = map_arguments(ROW, 3)
+MAP2_EP4 = map_arguments(ROW4, 2)
+MAP3_EP4 = map_arguments(ROW4, 3)
 
 
 @pytest.fixture(scope="session")
@@ -51,22 +59,36 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param("qwen3", 1, {"tp_size": 1}, id="qwen3-tp1"),
         pytest.param("qwen3", 2, TP2, id="qwen3-tp2"),
+        pytest.param("qwen3", 4, {"tp_size": 4}, id="qwen3-tp4"),
         pytest.param("qwen3", 2, DP2, id="qwen3-dp2"),
+        pytest.param("qwen3", 4, {"tp_size": 4} | DP, id="qwen3-tp4-dp2"),
         pytest.param("qwen3", 4, PP2_TP2, id="qwen3-pp2-tp2"),
         pytest.param("qwen3-tied", 2, TP2, id="qwen3-tied-tp2"),
         pytest.param("qwen3-tied", 2, PP2, id="qwen3-tied-pp2"),
+        pytest.param("qwen3-moe", 1, {"tp_size": 1}, id="moe-tp1"),
         pytest.param("qwen3-moe", 2, TP2, id="moe-tp2"),
         pytest.param("qwen3-moe", 2, TP2_EP2 | MAP2, id="moe-ep2"),
+        pytest.param("qwen3-moe", 4, TP4_EP4 | MAP2_EP4, id="moe-ep4"),
         pytest.param("qwen3-moe", 4, TP4_EP2 | MAP2, id="moe-tp4-ep2"),
         pytest.param("qwen3-moe", 2, DP2 | TP2_EP2 | MAP2, id="moe-dp2-ep2"),
+        pytest.param("qwen3-moe", 4, TP4_EP2 | DP | MAP2, id="moe-tp4-ep2-dp2"),
+        pytest.param("qwen3-moe", 4, PP2_TP2, id="moe-pp2-tp2"),
         pytest.param("qwen3-moe", 4, PP2_TP2 | TP2_EP2 | MAP2, id="moe-pp2-ep2"),
+        pytest.param("deepseek", 1, {"tp_size": 1}, id="deepseek-tp1"),
         pytest.param("deepseek", 2, TP2, id="deepseek-tp2"),
         pytest.param("deepseek", 2, TP2_EP2 | MAP3, id="deepseek-ep2"),
+        pytest.param("deepseek", 4, TP4_EP4 | MAP3_EP4, id="deepseek-ep4"),
         pytest.param("deepseek", 4, TP4_EP2 | MAP3, id="deepseek-tp4-ep2"),
         pytest.param("deepseek", 2, DP2 | TP2_EP2 | MAP3, id="deepseek-dp2-ep2"),
         pytest.param("deepseek", 2, PP2, id="deepseek-pp2"),
+        pytest.param("deepseek", 4, PP2_TP2 | TP2_EP2 | MAP3, id="deepseek-pp2-ep2"),
+        pytest.param("deepseek", 2, TP2 | FUSED, id="deepseek-fused-tp2"),
         pytest.param("deepseek", 2, TP2_EP2 | FUSED | MAP3, id="deepseek-fused-ep2"),
+        pytest.param("deepseek", 4, TP4_EP4 | FUSED | MAP3_EP4, id="deepseek-fused-ep4"),
         pytest.param("deepseek", 4, TP4_EP2 | FUSED | MAP3, id="deepseek-fused-tp4-ep2"),
+        pytest.param("deepseek", 2, DP2 | TP2_EP2 | FUSED | MAP3, id="deepseek-fused-dp2-ep2"),
+        pytest.param("deepseek", 2, PP2 | FUSED, id="deepseek-fused-pp2"),
+        pytest.param("deepseek", 4, PP2_TP2 | TP2_EP2 | FUSED | MAP3, id="deepseek-fused-pp2-ep2"),
         pytest.param("deepseek-experts-in-one-tensor", 2, TP2_EP2 | MAP3, id="deepseek-experts-in-one-tensor-ep2"),
         pytest.param("qwen3-moe-fp8", 2, TP2_EP2 | MAP2, id="moe-fp8-ep2"),
     ],
@@ -76,8 +98,11 @@ def test_sync_equals_sglangs_own_load(
 ) -> None:
     sink = {"as_loaded": True} if "fp8" in model else {}
     path = write_checkpoint(model, checkpoints)
-    reports: list[RankReport] = nest.run(workers.oracle, world, str(path), server, sink)
-    check_instance(model, reports)
+    _kept, store = open_store("127.0.0.1", Deadline.after(120.0))
+    *found, (_, sent) = nest.run(workers.oracle, world + 1, str(path), server, sink, store)
+    check_instance(model, [report for report, _ in found])
+    assert sent.bytes_sent == sum(moved.bytes_received for _, moved in found)
+    assert sent.rounds > 1
 
 
 def check_instance(model: str, reports: list[RankReport]) -> None:
@@ -105,6 +130,15 @@ def test_sync_equals_sglangs_own_load_for_random_maps(
     path = write_checkpoint(model, checkpoints)
     arguments = TP2_EP2 | map_arguments(ROW, layers) | server
     assert min(nest.run(workers.random_maps, 2, str(path), arguments, layers, 12)) >= 10
+
+
+@pytest.mark.parametrize(
+    ("world", "server"),
+    [pytest.param(2, TP2_EP2 | FUSED | MAP3, id="tp2"), pytest.param(2, PP2, id="pp2")],
+)
+def test_derived_weights(nest: Nest, checkpoints: Path, world: int, server: dict[str, Any]) -> None:
+    path = write_checkpoint("deepseek", checkpoints)
+    nest.run(workers.derived_weights, world, str(path), server)
 
 
 def test_runtime_mover(nest: Nest, checkpoints: Path) -> None:
