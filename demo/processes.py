@@ -155,7 +155,8 @@ def _command(spec: ServerConfig, config: DemoConfig, model: Path, port: int) -> 
     command = [
         sys.executable, "-m", "sglang.launch_server",
         "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port),
-        "--device", "cpu", "--dtype", config.dtype, "--tp-size", str(spec.tp), "--ep-size", str(spec.ep), "--pp-size", str(spec.pp),
+        "--device", "cpu", "--dtype", config.dtype,
+        "--tp-size", str(spec.tp), "--ep-size", str(spec.ep), "--pp-size", str(spec.pp),
         "--skip-tokenizer-init", "--skip-server-warmup", "--attention-backend", "torch_native",
         "--sampling-backend", "pytorch", "--disable-cuda-graph", "--disable-overlap-schedule",
         "--max-total-tokens", "2048", "--max-running-requests", "4", "--chunked-prefill-size", "-1",

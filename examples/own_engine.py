@@ -2,15 +2,19 @@
 
     WEIGHTCAST_TOKEN=... python examples/own_engine.py http://127.0.0.1:8900 main rollout-1
 
-The pair needs an instance of that name with `{"kind": "worker", "world_size": 1}`.
+The trainer's side creates the pair, with `{"kind": "worker", "world_size": 1}` for an instance of that name, and holds
+the same tensors; `examples/own_trainer.py` is the one for this. Start either first.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 
 import torch
 
+from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.worker import InstanceWorker
 from weightcast.transfer.layout import LayoutBuilder, RankLayout
 from weightcast.transfer.placement import RankPlacement
@@ -34,6 +38,9 @@ class MySink:
 
 def main(url: str, pair: str, instance: str) -> None:
     weights = {"model.norm.weight": torch.zeros(64)}
+    with GatewayClient(url) as client:
+        while pair not in [known["pair"] for known in client.status()]:
+            time.sleep(1.0)
     worker = InstanceWorker(url, pair, instance, MySink(weights), rank=0, world_size=1)
     while True:
         if (version := worker.serve(wait=1.0)) is not None:
@@ -42,4 +49,7 @@ def main(url: str, pair: str, instance: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
+    logging.basicConfig(level=logging.WARNING)  # what fails is logged, and told to the gateway
     main(*sys.argv[1:4])

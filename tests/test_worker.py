@@ -126,7 +126,9 @@ def test_a_dead_rank_fences_its_instance_alone(gateway: str) -> None:
         *ranks("rollout-1", 1, [0, 1, 2, 3], versions=[1, 2]),
     ]
     found = run_ranks(pair_workers.play, 5, gateway, "dead", roles, timeout=240.0)
-    assert "rollout-0 is not updated: pair dead: instance rollout-0 ranks 1 did not get ready within 10 s" in found[0][1]
+    assert (
+        "rollout-0 is not updated: pair dead: instance rollout-0 ranks 1 did not get ready within 10 s" in found[0][1]
+    )
     assert "rollout-1" not in found[0][1]
     assert found[4] == [[], []]
 
