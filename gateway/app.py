@@ -158,8 +158,7 @@ class Gateway:
     async def offer(self, name: str, rank: int, version: int) -> None:
         """A trainer rank offers a version; the first one starts the update, which waits for the others."""
         pair = self.pair(name)
-        await pair.offer(rank, version)
-        if len(pair.offers) == 1:
+        if await pair.offer(rank, version):
             self._spawn(coordinator.update(pair, version, self.host, self.port))
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:

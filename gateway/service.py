@@ -351,8 +351,8 @@ class Pair:
         target[rank] = report
         await self.notify()
 
-    async def offer(self, rank: int, version: int) -> None:
-        """A trainer rank is ready to send `version`. Raises VersionError when ranks disagree or it does not grow."""
+    async def offer(self, rank: int, version: int) -> bool:
+        """A trainer rank is ready to send `version`. True for the first rank. Raises VersionError when ranks disagree or it does not grow."""
         self._check_rank("trainer", rank, self.spec.trainer_world)
         if version < 0:
             raise VersionError(f"pair {self.spec.name}: version {version} is negative")
@@ -368,9 +368,12 @@ class Pair:
             )
             await self.notify()
             raise self.conflict
+        # Decided before anything is awaited: two ranks may offer at the same moment.
+        first = not self.offers
         self.offers[rank] = version
         self.results.pop(version, None)
         await self.notify()
+        return first
 
     async def offered(self, version: int) -> None:
         """Until every trainer rank has offered. Raises VersionError when they disagree, else DeadlineError."""

@@ -68,7 +68,7 @@ def test_two_instances_get_every_version(gateway: str) -> None:
         *ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2, 7]),
         *ranks("rollout-1", 1, [0, 1, 2, 3], versions=[1, 2, 7]),
     ]
-    found = run_ranks(pair_workers.play, 5, gateway, "two", roles, timeout=240.0)
+    found = run_ranks(pair_workers.play, 5, gateway, "two", roles, timeout=100.0)
     for said in found[:2]:
         assert [said[0]["rollout-0"]["committed"], said[1]["rollout-1"]["committed"]] == [True, True]
         assert said[2].startswith("VersionError: pair two has version 2; version 2 is not newer")
@@ -84,7 +84,7 @@ def test_two_instances_get_every_version(gateway: str) -> None:
 def test_a_rebalance_between_updates_is_planned_anew(gateway: str) -> None:
     pair_workers.create(gateway, "moved", {"rollout-0": 2})
     roles = [*trainers([1, 2]), *ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2], rebalance={1: [3, 2, 1, 0, 0, 1]})]
-    found = run_ranks(pair_workers.play, 4, gateway, "moved", roles, timeout=240.0)
+    found = run_ranks(pair_workers.play, 4, gateway, "moved", roles, timeout=100.0)
     assert found[2:] == [[[], []]] * 2
     assert [said["rollout-0"]["attempts"] for said in found[0]] == [1, 2]
 
@@ -96,7 +96,7 @@ def test_a_flipped_bit_fences_and_the_next_update_repairs(gateway: str) -> None:
         *ranks("rollout-0", 2, PAIR_MAP, versions=[1, 3], corrupt=2, rank=1),
         *ranks("rollout-1", 1, [0, 1, 2, 3], versions=[1, 2, 3]),
     ]
-    found = run_ranks(pair_workers.play, 5, gateway, "flip", roles, timeout=240.0)
+    found = run_ranks(pair_workers.play, 5, gateway, "flip", roles, timeout=100.0)
     assert found[0][0]["rollout-0"]["committed"]
     assert found[0][1].startswith("UpdateError: version 2 is not served everywhere: rollout-0 is fenced: ")
     assert "experts.0.down_proj.weight' (float32) box [0:3, 0:5] on rollout-0 rank 1 region 3 (slot 2)" in found[0][1]
@@ -109,7 +109,7 @@ def test_an_instance_that_lacks_an_expert_is_named(gateway: str) -> None:
     """Expert 3 is on no rank: its map says so by itself, and the trainer is told which tensors are on no rank."""
     pair_workers.create(gateway, "lacks", {"rollout-0": 1}, register=20.0)
     roles = [*trainers([1], 30.0), ("lacking", {})]
-    found = run_ranks(pair_workers.lacking_play, 3, gateway, "lacks", roles, timeout=240.0)
+    found = run_ranks(pair_workers.lacking_play, 3, gateway, "lacks", roles, timeout=100.0)
     for said in found[:2]:
         assert said[0].startswith("CoverageError: ")
         assert "experts 3" in said[0]
@@ -125,7 +125,7 @@ def test_a_dead_rank_fences_its_instance_alone(gateway: str) -> None:
         ranks("rollout-0", 2, PAIR_MAP, versions=[1])[1],
         *ranks("rollout-1", 1, [0, 1, 2, 3], versions=[1, 2]),
     ]
-    found = run_ranks(pair_workers.play, 5, gateway, "dead", roles, timeout=240.0)
+    found = run_ranks(pair_workers.play, 5, gateway, "dead", roles, timeout=100.0)
     assert (
         "rollout-0 is not updated: pair dead: instance rollout-0 ranks 1 did not get ready within 10 s" in found[0][1]
     )
@@ -138,7 +138,7 @@ def test_a_trainer_that_starts_again_goes_on_with_higher_versions(gateway: str) 
     pair_workers.create(gateway, "again", {"rollout-0": 2})
     sinks = ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2])
     roles = [("again", {"rank": rank, "versions": [[1], [1, 2]]}) for rank in range(2)]
-    found = run_ranks(pair_workers.again_play, 4, gateway, "again", [*roles, *sinks], timeout=240.0)
+    found = run_ranks(pair_workers.again_play, 4, gateway, "again", [*roles, *sinks], timeout=100.0)
     assert found[2:] == [[[], []]] * 2
     for first, second in found[:2]:
         assert first[0]["rollout-0"]["committed"]
@@ -151,7 +151,7 @@ def test_ranks_that_offer_different_versions_are_all_told(gateway: str) -> None:
     roles = trainers([5, 7])
     roles[1][1]["versions"] = [6, 7]
     roles += ranks("rollout-0", 1, [0, 1, 2, 3], versions=[7])
-    found = run_ranks(pair_workers.play, 3, gateway, "torn", roles, timeout=240.0)
+    found = run_ranks(pair_workers.play, 3, gateway, "torn", roles, timeout=100.0)
     said = sorted([found[0][0], found[1][0]])
     assert said[0].startswith("UpdateError: ")
     assert "is not updated: pair torn: trainer rank" in said[0]
@@ -166,7 +166,7 @@ def test_a_trainer_rank_that_never_offers_is_named(gateway: str) -> None:
     roles[1][1]["versions"] = []
     roles += ranks("rollout-0", 1, [0, 1, 2, 3], versions=[])
     roles[2][1]["plays"]["connect"] = True
-    found = run_ranks(pair_workers.play, 3, gateway, "silent", roles, timeout=240.0)
+    found = run_ranks(pair_workers.play, 3, gateway, "silent", roles, timeout=100.0)
     assert "trainer ranks 1 did not offer version 1 within 10 s" in found[0][0]
 
 
