@@ -41,6 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _print(pairs: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     if not pairs:
@@ -62,6 +63,6 @@ def _print(pairs: list[dict[str, Any]]) -> None:
                 "FENCED" if i["fenced"] else "no",
                 f"{len(i['registered'])} of {i['world_size']}",
                 str(i["epoch"]),
-                i["reason"],
+                Text(i["reason"]),  # boxes and paths in brackets are no markup
             )
         console.print(table)

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import httpx
 
+from weightcast.gateway.urls import check_url
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver"]
@@ -101,7 +102,7 @@ class SGLangDriver:
         """`timeout` in seconds bounds every call; `transport` stands in for the network. Raises InputError."""
         self._instance = instance
         self._spec = spec
-        _check_url(instance, spec.url)
+        check_url(f"instance {instance}: ", spec.url, "its SGLang server")
         # Engines are neighbours: a proxy of the environment is for the world outside.
         self._client = httpx.AsyncClient(base_url=spec.url, timeout=timeout, transport=transport, trust_env=False)
 
@@ -181,18 +182,6 @@ class SGLangDriver:
 def one_line(message: object) -> str:
     """An engine's message without line breaks, for errors that have to stay on one line."""
     return " ".join(str(message).split())[:_SHOWN]
-
-
-def _check_url(instance: str, url: str) -> None:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        fault = f" ({one_line(error)})"
-    else:
-        if parsed.scheme in ("http", "https") and parsed.host:
-            return
-        fault = ""
-    raise InputError(f"instance {instance}: url is {url!r}, expected http://host:port of its SGLang server{fault}")
 
 
 def make_driver(instance: str, spec: EngineSpec, timeout: float) -> EngineDriver:

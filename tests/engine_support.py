@@ -45,8 +45,8 @@ class Engine:
 
     `calls` are the driver's steps so far. `refuses` maps a step to the error it raises, before its ranks do anything;
     `late` to seconds that this, or the answer when its ranks are done, takes. `stale` is how many prepares find that
-    something changed, `corrupt` a rank whose digests are wrong, `silent` one that reports none, `dies` one that fails while
-    receiving.
+    something changed, `corrupt` a rank whose digests are wrong, `silent` one that reports none, `dies` one that fails
+    while receiving.
     """
 
     def __init__(self, pair: Pair, name: str, ranks: Sequence[Sequence[Region]]) -> None:
