@@ -15,7 +15,7 @@ from engine_support import TOP, Engine, make_pair
 
 from weightcast.gateway import coordinator
 from weightcast.gateway.pairs import Phase
-from weightcast.gateway.service import UpdateRecord
+from weightcast.gateway.service import Instance, Order, UpdateRecord
 from weightcast.transfer.errors import CoverageError, EngineError
 
 STEPS = ["pause", "begin", "transfer", "end", "publish", "resume"]
@@ -119,7 +119,15 @@ def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_di
 
         for step in STEPS:
             spy(step)
+        give, given = play.pair.give, []
+
+        async def spied_give(instance: Instance, order: Order) -> None:
+            given.append((order.action, instance.record.fenced))
+            await give(instance, order)
+
+        play.pair.give = spied_give  # type: ignore[method-assign]
         await play.update(1)
+        assert given == [("prepare", False), ("run", True), ("end", False)]
         assert seen == {
             "pause": ("preparing", False, None),
             "begin": ("preparing", False, None),
