@@ -227,9 +227,9 @@ def test_a_port_out_of_range(say: Callable[..., Said], port: str) -> None:
     one_line(say("gateway", "--port", port), 2, f"port {port} is not in 1..65535")
 
 
-def test_a_token_that_is_too_short(monkeypatch: pytest.MonkeyPatch, say: Callable[..., Said]) -> None:
-    monkeypatch.setenv(TOKEN_VARIABLE, "short")
-    one_line(say("gateway", "--port", str(free_port())), 2, "shorter than 16 characters")
+def test_a_token_that_is_too_short() -> None:
+    said = run_gateway("--port", str(free_port()), **{TOKEN_VARIABLE: "short"})
+    one_line(said, 2, "shorter than 16 characters")
 
 
 def test_a_token_is_made_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
