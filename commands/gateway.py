@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import socket
+import sys
 from typing import TypeAlias
 
-from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.errors import InputError
 
 __all__ = ["add"]
 
@@ -40,8 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     given = os.environ.get(TOKEN_VARIABLE, "")
     token = given or make_token()
     app = make_app(Gateway(arguments.advertise or arguments.host, arguments.port), token)
-    listener = _listen(arguments.host, arguments.port)
-    url = f"http://{f'[{arguments.host}]' if ':' in arguments.host else arguments.host}:{arguments.port}"
+    url = f"http://{arguments.host}:{arguments.port}"
     # A token that was made here is shown this once; a given one is not repeated.
     if arguments.json:
         print(json.dumps({"url": url, "token": None if given else token}), flush=True)
@@ -49,16 +47,15 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"weightcast gateway on {url}, token from {TOKEN_VARIABLE}", flush=True)
     else:
         print(f"weightcast gateway on {url}\n{TOKEN_VARIABLE}={token}", flush=True)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listener])
-    return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections from now on, so that whoever reads the address may connect at once."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning", access_log=False)
+    )
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ControlError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+        server.run()
+    except SystemExit:
+        # uvicorn has logged why it could not start, and leaves the status to its caller.
+        print(f"weightcast gateway: cannot listen on {url}; is the port in use?", file=sys.stderr)
+        return 4
+    except KeyboardInterrupt:
+        pass
+    return 0

@@ -41,7 +41,6 @@ def _run(arguments: argparse.Namespace) -> int:
 def _print(pairs: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     console = Console()
     if not pairs:
@@ -63,6 +62,6 @@ def _print(pairs: list[dict[str, Any]]) -> None:
                 "FENCED" if i["fenced"] else "no",
                 f"{len(i['registered'])} of {i['world_size']}",
                 str(i["epoch"]),
-                Text(i["reason"]),  # boxes and paths in brackets are no markup
+                i["reason"],
             )
         console.print(table)

@@ -102,13 +102,13 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     status, out, err = say("status", "--gateway", gateway)
     assert (status, err) == (0, "")
     rows = lines_of(out)
-    assert ["instance", "phase", "version", "serves", "fenced", "ranks", "epoch", "reason"] in rows
-    assert ["rollout-0", "registering", "-", "no", "no", "0 of 2", "1", ""] in rows
+    heads = [row[:7] for row in rows]
+    assert ["instance", "phase", "version", "serves", "fenced", "ranks", "epoch"] in heads
+    assert ["rollout-0", "registering", "-", "no", "no", "0 of 2", "1"] in heads
+    assert ["rollout-0", "failed", "-", "no", "no", "2 of 2", "1"] in heads
     assert "pair idle: 0 of 3 trainer ranks registered" in out
     assert "pair busy: 1 of 1 trainer ranks registered" in out
-    busy = next(row for row in rows if row[:2] == ["rollout-0", "failed"])
-    assert busy[2:7] == ["-", "no", "no", "2 of 2", "1"]
-    assert busy[7].startswith("pair busy: instance rollout-0: rollout-0 rank 0")
+    assert "pair busy: instance rollout-0: rollout-0 rank 0, rollout-0 rank 1, trainer rank 0 did not join" in out
 
     status, out, err = say("status", "--gateway", gateway, "--json")
     assert (status, err) == (0, "")
@@ -215,11 +215,11 @@ def test_a_port_in_use(options: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         said = run_gateway("--port", port, *options)
-    one_line(said, ControlError.exit_status, f"weightcast gateway: cannot listen on 127.0.0.1 port {port}: ", "in use")
+    one_line(said, ControlError.exit_status, "weightcast gateway: cannot listen on ", f"127.0.0.1:{port}: ", "in use")
 
 
 def test_a_host_that_is_not_ours(say: Callable[..., Said]) -> None:
-    one_line(say("gateway", "--host", "192.0.2.1", "--port", "8900"), 4, "cannot listen on 192.0.2.1 port 8900: ")
+    one_line(say("gateway", "--host", "192.0.2.1", "--port", "8900"), 4, "cannot listen on ", "192.0.2.1:8900: ")
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
