@@ -61,10 +61,10 @@ class Play:
     async def _both(self, work: Coroutine[Any, Any, None], *last: str) -> None:
         await asyncio.wait_for(asyncio.gather(work, *(t.follow(*last) for t in self.trainers)), 20.0)
 
-    def state(self, name: str = A) -> tuple[Phase, int | None, bool, bool]:
-        """Phase, version, whether it serves, whether it is fenced."""
+    def state(self, name: str = A) -> tuple[Phase, int | None, bool]:
+        """Phase, version, whether it is fenced."""
         record = self.pair.instances[name].record
-        return record.phase, record.version, record.serves, record.fenced
+        return record.phase, record.version, record.fenced
 
 
 async def connected(*instances: str, version: int | None = 1, **deadlines: float) -> Play:
@@ -88,16 +88,16 @@ def test_steps_of_an_update() -> None:
     async def run() -> None:
         play = await connected(version=None)
         assert play.engine.calls == ["connect"]
-        assert play.state() == (Phase.CONNECTED, None, False, False)
+        assert play.state() == (Phase.CONNECTED, None, False)
         record = await play.update(1)
         assert play.engine.calls == STEPS
-        assert play.state() == (Phase.CONNECTED, 1, True, False)
+        assert play.state() == (Phase.CONNECTED, 1, False)
         assert (record.committed, record.fenced, record.reason, record.attempts) == (True, False, "", 1)
         assert record.verified is not None
         assert (record.verified.regions, record.verified.replicas) == (3, 2)
         record = await play.update(5)
         assert play.engine.calls == STEPS  # connected still: nothing is described or planned again
-        assert play.state() == (Phase.CONNECTED, 5, True, False)
+        assert play.state() == (Phase.CONNECTED, 5, False)
 
     asyncio.run(run())
 
@@ -156,7 +156,7 @@ def test_a_refused_step(step: str, fenced: bool) -> None:
         record = await play.update(2)
         assert (record.version, record.committed, record.fenced) == (2, False, fenced)
         assert record.reason == str(refusal(step))
-        assert play.state() == (Phase.FAILED, 1, not fenced, fenced)
+        assert play.state() == (Phase.FAILED, 1, fenced)
         after = play.engine.calls[STEPS.index(step) + 1 :]
         assert play.engine.calls[: STEPS.index(step) + 1] == STEPS[: STEPS.index(step) + 1]
         assert set(after) <= ({"end", "disconnect"} if fenced else {"end", "disconnect", "resume"})
@@ -165,7 +165,7 @@ def test_a_refused_step(step: str, fenced: bool) -> None:
         play.engine.refuses.clear()
         assert (await play.update(3)).committed
         assert play.engine.calls == ["connect", *STEPS]
-        assert play.state() == (Phase.CONNECTED, 3, True, False)
+        assert play.state() == (Phase.CONNECTED, 3, False)
 
     asyncio.run(run())
 
@@ -179,7 +179,7 @@ def test_a_failed_flush_commits_nothing() -> None:
         record = await play.update(1)
         assert (record.committed, record.fenced) == (False, True)
         assert "/flush_cache" in record.reason
-        assert play.state() == (Phase.FAILED, None, False, True)
+        assert play.state() == (Phase.FAILED, None, True)
         assert "resume" not in play.engine.calls
 
     asyncio.run(run())
@@ -196,7 +196,7 @@ def test_a_refused_transfer_is_told_at_once() -> None:
         assert record.reason.endswith(str(refusal("transfer")))
         assert (record.committed, record.fenced) == (False, False)
         assert record.seconds < 1.5
-        assert play.state() == (Phase.FAILED, 1, True, False)
+        assert play.state() == (Phase.FAILED, 1, False)
         assert play.engine.calls[:3] == STEPS[:3]
         assert play.engine.calls[-1] == "resume"
 
@@ -258,7 +258,7 @@ def test_a_second_refusal_hides_neither_the_first_nor_the_resume(second: str) ->
         record = await play.update(2)
         assert record.reason == str(refusal("begin"))
         assert play.engine.calls[-1] == "resume"
-        assert play.state() == (Phase.FAILED, 1, True, False)
+        assert play.state() == (Phase.FAILED, 1, False)
 
     asyncio.run(run())
 
@@ -274,10 +274,10 @@ def test_a_rank_that_dies_while_receiving_fences_its_instance_alone() -> None:
         assert record.reason == f"{A} rank 1: memory is gone"
         assert (record.committed, record.fenced) == (False, True)
         assert {"publish", "resume"}.isdisjoint(play.engine.calls)
-        assert play.state() == (Phase.FAILED, 1, False, True)
+        assert play.state() == (Phase.FAILED, 1, True)
         assert play.pair.results[2][B].committed
         assert play.engines[B].calls == STEPS
-        assert play.state(B) == (Phase.CONNECTED, 2, True, False)
+        assert play.state(B) == (Phase.CONNECTED, 2, False)
         play.engine.dies = -1
         assert (await play.update(3)).committed
         assert play.engine.calls == ["connect", *STEPS]
@@ -294,7 +294,7 @@ def test_wrong_digests_fence() -> None:
         assert (record.committed, record.fenced) == (False, True)
         assert f"'w' (bfloat16) box [0:8, 0:4] on {A} rank 1" in record.reason
         assert {"publish", "resume"}.isdisjoint(play.engine.calls)
-        assert play.state() == (Phase.FAILED, 1, False, True)
+        assert play.state() == (Phase.FAILED, 1, True)
 
     asyncio.run(run())
 
@@ -328,7 +328,7 @@ def test_a_fence_stays_until_a_commit() -> None:
         record = await play.update(3)
         assert (record.committed, record.fenced) == (False, True)
         assert "resume" not in play.engine.calls
-        assert play.state() == (Phase.FAILED, 1, False, True)
+        assert play.state() == (Phase.FAILED, 1, True)
 
     asyncio.run(run())
 
@@ -345,7 +345,7 @@ def test_a_change_is_planned_anew_within_the_update() -> None:
         again = ["pause", "begin", "transfer", "end", "disconnect", "connect"]
         assert play.engine.calls == [*again, *again, *STEPS]
         assert play.pair.instances[A].record.epoch == 3
-        assert play.state() == (Phase.CONNECTED, 2, True, False)
+        assert play.state() == (Phase.CONNECTED, 2, False)
 
     asyncio.run(run())
 
@@ -358,7 +358,7 @@ def test_a_layout_that_never_rests_leaves_the_old_version() -> None:
         assert (record.committed, record.fenced, record.attempts) == (False, False, 3)
         assert record.reason == f"instance {A}: rank 0: a placement changed"
         assert play.engine.calls[-1] == "resume"
-        assert play.state() == (Phase.FAILED, 1, True, False)
+        assert play.state() == (Phase.FAILED, 1, False)
 
     asyncio.run(run())
 
@@ -376,7 +376,7 @@ def test_an_update_that_nobody_else_offers_asks_nothing_of_the_engine() -> None:
         assert record.reason == "pair main: trainer ranks 1 did not offer version 2 within 0.3 s"
         assert (record.committed, record.fenced) == (False, False)
         assert play.engine.calls == []
-        assert play.state() == (Phase.CONNECTED, 1, True, False)
+        assert play.state() == (Phase.CONNECTED, 1, False)
 
     asyncio.run(run())
 
@@ -386,8 +386,8 @@ def test_an_engine_that_refuses_to_connect_fails_alone() -> None:
         play = Play(A, B)
         play.engine.refuses["connect"] = refusal("init_weights_update_group")
         await play.connect()
-        assert play.state() == (Phase.FAILED, None, False, False)
-        assert play.state(B) == (Phase.CONNECTED, None, False, False)
+        assert play.state() == (Phase.FAILED, None, False)
+        assert play.state(B) == (Phase.CONNECTED, None, False)
         for trainer in play.trainers:
             assert (trainer.told[A].action, trainer.told[B].action) == ("failed", "connected")
             assert trainer.told[A].reason == str(refusal("init_weights_update_group"))
