@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from weightcast.gateway import coordinator
 from weightcast.gateway.engines import EngineSpec
-from weightcast.gateway.guard import MAX_BODY, MSGPACK, Guard
+from weightcast.gateway.guard import MAX_BODY, MSGPACK, Guard, check_token
 from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.service import Deadlines, Pair, PairSpec
 from weightcast.transfer import errors, wire
@@ -191,6 +191,7 @@ def _error_response(error: WeightcastError) -> JSONResponse:
 
 def make_app(gateway: Gateway, token: str) -> FastAPI:
     """The FastAPI application. `token` is wanted as `Authorization: Bearer TOKEN` on every route."""
+    check_token(token)  # here, because middleware is made only when the first request comes
     app = FastAPI(title="weightcast gateway", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Guard, token=token)
 

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.urls import check_url
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
@@ -40,6 +41,7 @@ class GatewayClient:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
+        check_url("gateway ", url, "the gateway")
         self.url = url.rstrip("/")
         self._client = httpx.Client(
             base_url=self.url, timeout=timeout, headers={"Authorization": f"Bearer {token}"}, trust_env=False

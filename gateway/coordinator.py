@@ -204,9 +204,10 @@ async def _update_instance(pair: Pair, instance: Instance, version: int, host: s
                 if attempts == MAX_ATTEMPTS:
                     raise
                 await _leave_epoch(pair, instance)
-    except WeightcastError as error:
-        reason = str(error)
-        await _update_failed(pair, instance, error)
+    except Exception as error:  # whatever it is, the ranks have to be told and the pair has to take offers again
+        failure = as_weightcast_error(error)
+        reason = str(failure)
+        await _update_failed(pair, instance, failure)
     committed = verified is not None
     if committed:
         reason = await _resume(instance)
@@ -247,8 +248,8 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
     world = instance.spec.world_size
     instance.clear_update()
     instance.on(Event.PREPARE, version=version)
+    instance.paused = True  # also if the call fails: a pause that timed out may have been heard
     await instance.driver.pause()
-    instance.paused = True
     await instance.driver.begin()
     await pair.give(instance, Order("prepare", epoch, version))
     call = _watched(pair, instance.driver.transfer(group))
@@ -264,7 +265,7 @@ async def _attempt(pair: Pair, instance: Instance, version: int) -> DigestCounts
             await pair.give(instance, Order("end", epoch, None, reason=instance.stale))
             raise StalePlanError(f"instance {instance.name}: {instance.stale}")
         if len(instance.ready) < world:
-            raise StalePlanError(f"instance {instance.name}: {call.exception()}")
+            raise StalePlanError(str(call.exception()))
         instance.on(Event.TRANSFER)
         await pair.give(instance, Order("run", epoch, version))
         await _transfer(pair, instance, call)

@@ -7,18 +7,23 @@ only calls what the engine offers for them, in the engine's order, and treats ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import httpx
 
+from weightcast.gateway.urls import check_url
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+Done: TypeAlias = tuple[str, str | bool] | None
+
 LOAD_FORMAT = "weightcast"
 """Load format by which the plugin knows that a transfer is meant for it."""
+_SHOWN = 2000
+"""Characters shown of an engine's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +96,39 @@ class SGLangDriver:
     processes.
     """
 
-    def __init__(self, instance: str, spec: EngineSpec, timeout: float) -> None:
+    def __init__(
+        self, instance: str, spec: EngineSpec, timeout: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """`timeout` in seconds bounds every call; `transport` stands in for the network. Raises InputError."""
         self._instance = instance
         self._spec = spec
-        self._client = httpx.AsyncClient(base_url=spec.url, timeout=timeout)
+        check_url(f"instance {instance}: ", spec.url, "its SGLang server")
+        # Engines are neighbours: a proxy of the environment is for the world outside.
+        self._client = httpx.AsyncClient(base_url=spec.url, timeout=timeout, transport=transport, trust_env=False)
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+    async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> None:
+        """One call. `done` is the field, and its value, by which the route says that it did what was asked; None for
+        a route that says so by its status alone.
+        """
         try:
             response = await self._client.post(path, json=body or {})
         except httpx.HTTPError as error:
             raise EngineError(
                 f"instance {self._instance}: POST {self._spec.url}{path} failed: "
-                f"{type(error).__name__} {error}; is the server up?"
+                f"{one_line(f'{type(error).__name__} {error}')}; is the server up?"
             ) from error
-        # SGLang says success both by status and by a field; either one may carry the failure alone.
+        # SGLang says success both by status and by a field; either one may carry the failure alone. What is no JSON
+        # comes from something in front of it.
         try:
             answer = response.json()
         except ValueError:
-            answer = {}
-        success = answer.get("success", True) if isinstance(answer, dict) else True
-        if response.status_code != httpx.codes.OK or not success:
-            message = answer.get("message", response.text) if isinstance(answer, dict) else response.text
-            raise EngineError(f"instance {self._instance}: {path} answered {response.status_code}: {one_line(message)}")
+            answer = None
+        said = answer if isinstance(answer, dict) else {}
+        if response.status_code != httpx.codes.OK or (done is not None and said.get(done[0]) != done[1]):
+            raise EngineError(
+                f"instance {self._instance}: {path} answered {response.status_code}: "
+                f"{one_line(said.get('message', response.text)) or 'nothing'}"
+            )
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
         await self._post(
@@ -128,7 +144,7 @@ class SGLangDriver:
         )
 
     async def pause(self) -> None:
-        await self._post("/pause_generation", {"mode": self._spec.pause})
+        await self._post("/pause_generation", {"mode": self._spec.pause}, done=("status", "ok"))
 
     async def begin(self) -> None:
         await self._post("/begin_weight_update", {"selector": "target"})
@@ -153,11 +169,11 @@ class SGLangDriver:
 
     async def publish(self, version: int) -> None:
         if self._spec.pause != "in_place":
-            await self._post("/flush_cache")
+            await self._post("/flush_cache", done=None)
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation")
+        await self._post("/continue_generation", done=("status", "ok"))
 
     async def disconnect(self, group: str) -> None:
         await self._post("/destroy_weights_update_group", {"group_name": group})
@@ -165,7 +181,7 @@ class SGLangDriver:
 
 def one_line(message: object) -> str:
     """An engine's message without line breaks, for errors that have to stay on one line."""
-    return " ".join(str(message).split())
+    return " ".join(str(message).split())[:_SHOWN]
 
 
 def make_driver(instance: str, spec: EngineSpec, timeout: float) -> EngineDriver:
@@ -174,6 +190,4 @@ def make_driver(instance: str, spec: EngineSpec, timeout: float) -> EngineDriver
         raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
     if spec.kind == "worker":
         return WorkerDriver()
-    if not spec.url.startswith(("http://", "https://")):
-        raise InputError(f"instance {instance}: url is {spec.url!r}, expected http://host:port of its SGLang server")
     return SGLangDriver(instance, spec, timeout)

@@ -9,7 +9,7 @@ from typing import Any
 
 from weightcast.transfer.errors import InputError
 
-__all__ = ["MAX_BODY", "MAX_JSON", "MSGPACK", "Guard"]
+__all__ = ["MAX_BODY", "MAX_JSON", "MSGPACK", "Guard", "check_token"]
 
 MSGPACK = "application/msgpack"
 MAX_BODY = 64 << 20
@@ -23,17 +23,19 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Guard:
-    """ASGI middleware. `token` is wanted as `Authorization: Bearer TOKEN`; bodies have to state their length.
+def check_token(token: str) -> None:
+    """Raises InputError for a token that is too short to be safe."""
+    if len(token) < 16:
+        raise InputError(
+            "the bearer token is shorter than 16 characters; choose a longer one or let the gateway make one"
+        )
 
-    Raises InputError for a token that is too short to be safe.
-    """
+
+class Guard:
+    """ASGI middleware. `token` is wanted as `Authorization: Bearer TOKEN`; bodies have to state their length."""
 
     def __init__(self, app: App, token: str) -> None:
-        if len(token) < 16:
-            raise InputError(
-                "the bearer token is shorter than 16 characters; choose a longer one or let the gateway make one"
-            )
+        check_token(token)
         self._app, self._token = app, token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

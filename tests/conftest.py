@@ -6,12 +6,17 @@ import importlib.util
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Many tests start several processes on few cores; set before torch is imported, and inherited by those processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A time limit on single examples measures how busy the machine is.
+hypothesis.settings.register_profile("weightcast", deadline=None)
+hypothesis.settings.load_profile("weightcast")
 
 ROOT = Path(__file__).resolve().parent.parent
 

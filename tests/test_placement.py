@@ -231,8 +231,6 @@ def test_ids_out_of_range_name_layer_id_and_range(call: Callable[[ExpertPlacemen
 @pytest.mark.parametrize(
     ("given_map", "num_logical", "ep_size", "words"),
     [
-        ([[0, 1, 2, 3, 3, 4]], 4, 2, ["layer 0", "slot 5", "expert 4", "0..3"]),
-        ([[0, 1, 2, 3], [0, 1, -1, 3]], 4, 2, ["layer 1", "slot 2", "expert -1", "0..3"]),
         ([[0, 1, 2, 3, 0]], 4, 2, ["5 physical slots", "EP size 2"]),
         ([[0, 1, 2, 3], [0, 1, 1, 3]], 4, 2, ["layer 1: experts 2"]),
         ([[0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 0, 0]], 4, 2, ["layers 1-2: experts 1-3"]),
@@ -244,12 +242,27 @@ def test_ids_out_of_range_name_layer_id_and_range(call: Callable[[ExpertPlacemen
         (np.zeros((0, 4), dtype=np.int64), 4, 2, ["0 layers"]),
         ([[0, 1]], 0, 1, ["0 logical experts"]),
         ([[0, 1]], 2, 0, ["EP size 0"]),
-        (np.array([[0, 2**63]], dtype=np.uint64), 2, 1, ["expert 9223372036854775808", "0..1"]),
     ],
 )
 def test_bad_maps_are_refused(given_map: object, num_logical: int, ep_size: int, words: list[str]) -> None:
     with pytest.raises(PlacementError) as caught:
         ExpertPlacement(np.asarray(given_map), num_logical, ep_size)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given_map", "num_logical", "words"),
+    [
+        ([[0, 1, 2, 3, 3, 4]], 4, ["layer 0", "slot 5", "expert 4", "0..3"]),
+        ([[0, 1, 2, 3], [0, 1, -1, 3]], 4, ["layer 1", "slot 2", "expert -1", "0..3"]),
+        (np.array([[0, 2**63]], dtype=np.uint64), 2, ["layer 0", "slot 1", "expert 9223372036854775808", "0..1"]),
+    ],
+)
+def test_ids_out_of_range_inside_a_map_are_index_errors(given_map: object, num_logical: int, words: list[str]) -> None:
+    with pytest.raises(IndexError) as caught:
+        ExpertPlacement(np.asarray(given_map), num_logical, 2)
+    assert isinstance(caught.value, PlacementIndexError)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_support import PairLayout, judge, random_pair, tables_of
 
+from weightcast.transfer import planner
 from weightcast.transfer.dtypes import dtype_code
-from weightcast.transfer.errors import CoverageError, LayoutError
+from weightcast.transfer.errors import CoverageError, LayoutError, PlanError
 from weightcast.transfer.layout import Region, TensorSpec
 from weightcast.transfer.plan import TRAINER, Kind, TransferPlan
 from weightcast.transfer.planner import plan_transfer
@@ -238,6 +241,50 @@ def test_sides_must_have_ranks():
         plan_transfer([], {"a": table})
     with pytest.raises(LayoutError, match="a has no ranks"):
         plan_transfer(table, {"a": []})
+
+
+def without_first_receive(part):
+    sends = ("cell", "rank", "region", "offset", "size")
+    return replace(part, **{name: getattr(part, name)[1:] for name in sends})
+
+
+def without_copies(part):
+    copies = [field.name for field in fields(part) if field.name.startswith("copy_")]
+    return replace(part, **{name: getattr(part, name)[:0] for name in copies})
+
+
+def to_the_other_region(part):
+    return replace(part, copy_region=part.copy_source)
+
+
+def shifted(rows):
+    return replace(rows, offset=rows.offset + 1)
+
+
+STAGES = [
+    ("_receive", without_first_receive, "only 16 of 32 elements are written"),
+    ("_receive", without_copies, "only 0 of 32 elements are written"),
+    ("_receive", to_the_other_region, "overlaps the send of"),
+    ("_of_instance", lambda o: o.take(np.arange(len(o) - 1)), "only 16 of 32 elements are written"),
+    ("_of_instance", lambda o: o.take(np.append(np.arange(len(o)), 0)), "overlaps the send of"),
+    ("_of_instance", lambda o: replace(o, src_rank=1 - o.src_rank), "has its source on another rank"),
+    ("_of_instance", lambda o: replace(o, src_rank=o.src_rank * 0), "takes what that region does not hold"),
+    ("_trainer_digests", lambda rows: rows.take(np.arange(len(rows) - 1)), "digest"),
+    ("_trainer_digests", shifted, "digest"),
+    ("_instance_digests", lambda rows: rows.take(np.arange(1, len(rows))), "digest"),
+    ("_instance_digests", shifted, "digest"),
+]
+
+
+@pytest.mark.parametrize(("stage", "breaks", "message"), STAGES)
+def test_a_plan_of_a_broken_stage_is_not_given_out(monkeypatch, stage, breaks, message):
+    """Every plan is proved before it leaves: whatever stage of the planner is wrong, nobody gets its plan."""
+    right = getattr(planner, stage)
+    trainer, instances = [[TOP], [BOTTOM]], {"a": [[ALL, ALL], [ALL]]}
+    planned(trainer, instances)
+    monkeypatch.setattr(planner, stage, lambda *arguments: breaks(right(*arguments)))
+    with pytest.raises(PlanError, match=message):
+        planned(trainer, instances)
 
 
 def test_operations_are_sorted_as_documented():

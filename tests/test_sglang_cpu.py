@@ -17,6 +17,8 @@ import pytest
 import torch
 from sglang_cpu_engine import NEW_TOKENS, PROMPTS
 
+from weightcast.demo.model import make_model
+
 HIDDEN = 3
 
 
@@ -103,33 +105,9 @@ def test_deep_ep_stand_in_only_constructs_names(root: Path, sglang_cpu_environme
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-MoE of random weights, those of the experts scaled until the tokens depend on them."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "experts" in name:
-                parameter.mul_(12)
+    """The demo's model; its experts are scaled until the tokens depend on them."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
+    make_model(folder)
     return folder
 
 

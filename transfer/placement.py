@@ -55,8 +55,8 @@ class ExpertPlacement:
     of the checkpoint; `ep_size` the EP ranks that the P slots are spread over, P // ep_size each. Layers, experts,
     slots and ranks count from 0, and never from the end.
 
-    Raises PlacementError for a map of wrong shape or type, ids outside [0, num_logical), P that `ep_size` does not
-    divide, and a layer in which some logical expert has no slot.
+    Raises PlacementError for a map of wrong shape or type, P that `ep_size` does not divide, and a layer in which some
+    logical expert has no slot; PlacementIndexError for ids outside [0, num_logical).
     """
 
     physical_to_logical: IntArray
@@ -324,7 +324,7 @@ def _check_map(given: npt.NDArray[np.integer], num_logical: int, ep_size: int) -
     outside = (given < 0) | (given >= num_logical)
     if outside.any():
         layer, slot = (int(i) for i in np.argwhere(outside)[0])
-        raise PlacementError(
+        raise PlacementIndexError(
             f"layer {layer}, physical slot {slot} holds logical expert {given[layer, slot]}, "
             f"which is not in 0..{num_logical - 1}"
         )

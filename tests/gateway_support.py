@@ -1,0 +1,34 @@
+"""A real gateway process for tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spawn_support import free_port
+
+from weightcast.gateway.app import make_token
+from weightcast.gateway.client import TOKEN_VARIABLE
+
+__all__ = ["running_gateway"]
+
+
+@contextmanager
+def running_gateway() -> Iterator[tuple[str, str]]:
+    """URL and token of a gateway that runs until the block ends."""
+    token, port = make_token(), free_port()
+    command = [sys.executable, "-m", "weightcast", "gateway", "--json", "--port", str(port)]
+    environment = {**os.environ, TOKEN_VARIABLE: token}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            assert said == {"url": f"http://127.0.0.1:{port}", "token": None}
+            yield said["url"], token
+        finally:
+            process.terminate()
+            process.wait(10)

@@ -1,0 +1,242 @@
+"""SGLang's HTTP API as the gateway uses it: which calls, in which order, and that no refusal passes for success."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from spawn_support import free_port
+
+from weightcast.gateway.engines import EngineDriver, EngineSpec, PauseMode, SGLangDriver, WorkerDriver, make_driver
+from weightcast.transfer.errors import EngineError, InputError
+
+GROUP = "weightcast/main/rollout-0/1"
+PORT = 8900
+TEXT = "Cache flushed.\nPlease check backend logs for more details.\n"
+
+# What SGLang 0.5.23 answers when it did as asked (`srt/entrypoints/http_server.py`).
+SUCCESS = {"success": True, "message": "Succeeded."}
+PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
+ROUTES: dict[str, dict[str, Any] | str] = {
+    "/init_weights_update_group": SUCCESS,
+    "/pause_generation": PAUSED,
+    "/begin_weight_update": SUCCESS,
+    "/update_weights_from_distributed": SUCCESS,
+    "/end_weight_update": SUCCESS,
+    "/flush_cache": TEXT,
+    "/update_weight_version": SUCCESS,
+    "/continue_generation": PAUSED,
+    "/destroy_weights_update_group": SUCCESS,
+}
+
+STEPS: dict[str, Callable[[EngineDriver], Any]] = {
+    "connect": lambda driver: driver.connect("127.0.0.1", PORT, GROUP),
+    "pause": lambda driver: driver.pause(),
+    "begin": lambda driver: driver.begin(),
+    "transfer": lambda driver: driver.transfer(GROUP),
+    "end": lambda driver: driver.end(),
+    "publish": lambda driver: driver.publish(7),
+    "resume": lambda driver: driver.resume(),
+    "disconnect": lambda driver: driver.disconnect(GROUP),
+}
+ASKS = {
+    "connect": "/init_weights_update_group",
+    "pause": "/pause_generation",
+    "begin": "/begin_weight_update",
+    "transfer": "/update_weights_from_distributed",
+    "end": "/end_weight_update",
+    "publish": "/flush_cache",
+    "resume": "/continue_generation",
+    "disconnect": "/destroy_weights_update_group",
+}
+
+
+def answer_of(path: str, said: dict[str, Any] | str | bytes, status: int = 200) -> httpx.Response:
+    if isinstance(said, dict):
+        return httpx.Response(status, json=said)
+    return httpx.Response(status, content=said)
+
+
+class Server:
+    """Answers as SGLang does, but for `odd`, path -> answer; keeps (path, body) of each call."""
+
+    def __init__(self, odd: dict[str, httpx.Response | httpx.HTTPError] | None = None) -> None:
+        self.odd = odd or {}
+        self.calls: list[tuple[str, Any]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        assert request.method == "POST"
+        path = request.url.path
+        self.calls.append((path, json.loads(request.content)))
+        said = self.odd.get(path, answer_of(path, ROUTES[path]))
+        if isinstance(said, httpx.HTTPError):
+            raise said
+        return said
+
+
+def driver_of(server: Server, pause: PauseMode = "abort") -> SGLangDriver:
+    spec = EngineSpec("sglang", 2, "http://engine:30000", pause)
+    return SGLangDriver("rollout-0", spec, 5.0, httpx.MockTransport(server))
+
+
+def follow(driver: EngineDriver, *steps: str) -> None:
+    async def run() -> None:
+        for step in steps:
+            await STEPS[step](driver)
+
+    asyncio.run(run())
+
+
+def refusal(driver: EngineDriver, step: str) -> str:
+    """The message of a step that must fail, which is always one line and names the instance."""
+    with pytest.raises(EngineError) as caught:
+        follow(driver, step)
+    message = str(caught.value)
+    assert message.startswith("instance rollout-0: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(("pause", "flushes"), [("abort", True), ("retract", True), ("in_place", False)])
+def test_a_whole_update(pause: PauseMode, flushes: bool) -> None:
+    """Requests that go on in place need the cache they have; every other mode flushes before the version is stamped."""
+    server = Server()
+    follow(driver_of(server, pause), *STEPS)
+    assert server.calls == [
+        (
+            "/init_weights_update_group",
+            {
+                "master_address": "127.0.0.1",
+                "master_port": PORT,
+                "rank_offset": 0,
+                "world_size": 2,
+                "group_name": GROUP,
+                "backend": "gloo",
+            },
+        ),
+        ("/pause_generation", {"mode": pause}),
+        ("/begin_weight_update", {"selector": "target"}),
+        (
+            "/update_weights_from_distributed",
+            {
+                "names": [],
+                "dtypes": [],
+                "shapes": [],
+                "group_name": GROUP,
+                "load_format": "weightcast",
+                "flush_cache": False,
+                "selector": "target",
+            },
+        ),
+        ("/end_weight_update", {}),
+        *([("/flush_cache", {})] if flushes else []),
+        ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
+        ("/continue_generation", {}),
+        ("/destroy_weights_update_group", {"group_name": GROUP}),
+    ]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_refusal_by_status(step: str) -> None:
+    path = ASKS[step]
+    said = {"success": False, "message": "LayoutError: tensor 'w'\n  has shape [8]"}
+    message = refusal(driver_of(Server({path: answer_of(path, said, 400)})), step)
+    assert message == f"instance rollout-0: {path} answered 400: LayoutError: tensor 'w' has shape [8]"
+
+
+@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"publish", "pause", "resume"}))
+def test_a_refusal_that_comes_with_status_200(step: str) -> None:
+    path = ASKS[step]
+    server = Server({path: answer_of(path, {"success": False, "message": "no session is open"})})
+    assert refusal(driver_of(server), step) == f"instance rollout-0: {path} answered 200: no session is open"
+
+
+def test_a_refused_version_is_a_failure_of_publishing() -> None:
+    path = "/update_weight_version"
+    server = Server({path: answer_of(path, {"success": False, "message": "busy"})})
+    assert refusal(driver_of(server), "publish") == f"instance rollout-0: {path} answered 200: busy"
+
+
+def test_a_failed_flush_stamps_no_version() -> None:
+    server = Server({"/flush_cache": answer_of("/flush_cache", "Flush cache failed.\n", 400)})
+    message = refusal(driver_of(server), "publish")
+    assert message == "instance rollout-0: /flush_cache answered 400: Flush cache failed."
+    assert [path for path, _ in server.calls] == ["/flush_cache"]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("<html>\n<h1>login</h1>\n</html>", "<html> <h1>login</h1> </html>"),
+        ("", "nothing"),
+        ("[]", "[]"),
+        ("null", "null"),
+        ("{}", "{}"),
+        ('{"success": "no"}', '{"success": "no"}'),
+        (b"\xff\xfe\x00", "\ufffd\ufffd\x00"),
+    ],
+)
+@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"publish"}))
+def test_an_answer_that_does_not_say_success_is_none(step: str, said: str | bytes, shown: str) -> None:
+    path = ASKS[step]
+    message = refusal(driver_of(Server({path: answer_of(path, said)})), step)
+    assert message == f"instance rollout-0: {path} answered 200: {shown}"
+
+
+def test_a_server_error_without_json_is_cut_short() -> None:
+    server = Server({"/begin_weight_update": httpx.Response(502, content="bad gateway\n" * 10_000)})
+    message = refusal(driver_of(server), "begin")
+    assert message.startswith("instance rollout-0: /begin_weight_update answered 502: bad gateway bad gateway ")
+    assert len(message) < 2200
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ConnectError("all\nattempts failed"), httpx.ReadTimeout(""), httpx.ReadError("")]
+)
+def test_a_server_that_is_not_there(error: httpx.HTTPError) -> None:
+    message = refusal(driver_of(Server({"/pause_generation": error})), "pause")
+    name = type(error).__name__
+    assert message.startswith(f"instance rollout-0: POST http://engine:30000/pause_generation failed: {name}")
+    assert message.endswith("; is the server up?")
+
+
+def test_a_port_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the network, and past a proxy that the environment names."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    url = f"http://127.0.0.1:{free_port()}"
+    message = refusal(make_driver("rollout-0", EngineSpec("sglang", 1, url), 5.0), "begin")
+    assert message.startswith(f"instance rollout-0: POST {url}/begin_weight_update failed: ConnectError ")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "engine:30000", "http://", "http:///path", "http://[::1", "http://engine:port", "ftp://engine", "http://a\nb"],
+)
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(InputError) as caught:
+        make_driver("rollout-0", EngineSpec("sglang", 1, url), 5.0)
+    said = f"instance rollout-0: url is {url!r}, expected http://host:port of its SGLang server"
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "http://[::1]:30000", "https://engine.example/prefix"])
+def test_urls_of_servers(url: str) -> None:
+    assert isinstance(make_driver("rollout-0", EngineSpec("sglang", 1, url), 5.0), SGLangDriver)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "worker"])
+@pytest.mark.parametrize("world", [0, -1])
+def test_an_instance_has_ranks(kind: Any, world: int) -> None:
+    with pytest.raises(InputError, match=f"^instance rollout-0: world_size is {world}, expected at least 1$"):
+        make_driver("rollout-0", EngineSpec(kind, world, "http://engine:30000"), 5.0)
+
+
+def test_ranks_without_an_engine_api_need_no_calls() -> None:
+    driver = make_driver("rollout-0", EngineSpec("worker", 2), 5.0)
+    assert isinstance(driver, WorkerDriver)
+    follow(driver, *STEPS)
