@@ -356,7 +356,7 @@ async def _best_effort(instance: Instance, what: str, step: Awaitable[None]) -> 
     """After a failure: one more refusal changes nothing, but it is said; nor does an engine that answers no more."""
     try:
         await asyncio.wait_for(step, CLEAN_UP_SECONDS)
-    except (WeightcastError, TimeoutError) as second:
+    except Exception as second:  # the first failure is the one to report
         log.warning("instance %s: could not %s: %s %s", instance.name, what, type(second).__name__, second)
 
 

@@ -352,7 +352,7 @@ class Pair:
         await self.notify()
 
     async def offer(self, rank: int, version: int) -> bool:
-        """A trainer rank is ready to send `version`. True for the first rank. Raises VersionError when ranks disagree or it does not grow."""
+        """A trainer rank is ready to send `version`; True for the first. Raises VersionError if it may not be."""
         self._check_rank("trainer", rank, self.spec.trainer_world)
         if version < 0:
             raise VersionError(f"pair {self.spec.name}: version {version} is negative")
