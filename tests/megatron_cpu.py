@@ -1,0 +1,113 @@
+"""What Megatron-Core 0.19 and Megatron-Bridge 0.6 lack on a machine without a GPU. For test processes alone.
+
+Call `install()` before anything of Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.metadata
+import sys
+import types
+import typing
+from typing import Any
+
+import torch
+
+__all__ = ["LatentAttention", "install"]
+
+
+class _AnyClass(type):
+    """A class that has every attribute, each of them such a class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        made = _AnyClass(name, (object,), {})
+        setattr(cls, name, made)
+        return made
+
+
+class _AnyModule(types.ModuleType):
+    """A module that has every class one asks for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _AnyClass(name, (torch.nn.Module,), {})
+        setattr(self, name, made)
+        return made
+
+
+class _CudaIsCpu(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and len(args) > 1 and str(args[1]).startswith("cuda"):
+            args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs)
+
+
+def _pretend_transformer_engine() -> None:
+    """Megatron-Bridge imports names of Transformer Engine without asking whether it is there."""
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        module = _AnyModule(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        sys.modules[name] = module
+    sys.modules["transformer_engine"].pytorch = sys.modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Once in a process that is for Megatron alone."""
+    import typing_extensions
+
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: (  # type: ignore[assignment]
+        "2.14.0" if name.replace("_", "-") == "transformer-engine" else version(name)
+    )
+    # Megatron-Core finds no Transformer Engine, and keeps to its own layers; the bridge then finds the pretended one.
+    import megatron.core
+    import megatron.core.extensions
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    import megatron.core.tensor_parallel.random as tensor_random
+    import megatron.core.transformer.torch_norm as torch_norm
+
+    _pretend_transformer_engine()
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *args, **kwargs: None  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
+    # The optimizer sorts parameters by the names of CUDA types.
+    tensor_type = torch.Tensor.type
+    torch.Tensor.type = lambda self, *args, **kwargs: (  # type: ignore[assignment,method-assign]
+        tensor_type(self, *args, **kwargs) if args or kwargs else f"torch.cuda.{tensor_type(self).rpartition('.')[2]}"
+    )
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
+    tensor_random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(_rms_norm)
+    _CudaIsCpu().__enter__()
+
+
+def _rms_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    norm = torch.nn.RMSNorm(hidden_size, eps=eps)
+    norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
+
+
+class LatentAttention(torch.nn.Module):
+    """Attention without parameters whose keys and values have different widths, which only Transformer Engine has."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """[tokens, batch, heads, width] each; the heads come back joined."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, ~mask, scale=self.scale)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
