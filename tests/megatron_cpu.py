@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LatentAttention", "install"]
+__all__ = ["LatentAttention", "bridge_sequential_glm", "install"]
 
 
 class _AnyClass(type):
@@ -89,6 +89,30 @@ def install() -> None:
     tensor_random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     torch_norm.WrappedTorchNorm.__new__ = staticmethod(_rms_norm)
     _CudaIsCpu().__enter__()
+
+
+def bridge_sequential_glm() -> None:
+    """The bridge of GLM-4-MoE maps grouped experts alone; give it the same mappings for sequential ones."""
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
+    from megatron.bridge.models.glm.glm45_bridge import GLM45Bridge
+
+    original = GLM45Bridge.mapping_registry
+
+    def mapping_registry(self: Any) -> Any:
+        mappings = list(original(self).mappings)
+        for mapping in tuple(mappings):
+            name = mapping.megatron_param
+            if ".mlp.experts.linear_fc" not in name:
+                continue
+            sequential = name.replace(".experts.linear", ".experts.local_experts.*.linear").replace("weight*", "weight")
+            if isinstance(mapping, GatedMLPMapping):
+                mappings.append(GatedMLPMapping(sequential, mapping.hf_param["gate"], mapping.hf_param["up"]))
+            else:
+                mappings.append(AutoMapping(sequential, mapping.hf_param))
+        return MegatronMappingRegistry(*mappings)
+
+    GLM45Bridge.mapping_registry = mapping_registry
 
 
 def _rms_norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:

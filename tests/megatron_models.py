@@ -53,16 +53,37 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def save_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Random weights everywhere, norms, biases and buffers too, so that no two tensors are alike."""
-    import transformers
+def save_checkpoint(name: str, folder: Path) -> None:
+    """Random weights everywhere, norms, biases and buffers too, so that no two tensors are alike.
 
-    kind, sizes = CONFIGS[name]
+    A name that ends in `_mtp` has one multi-token-prediction layer more, which Transformers' own class leaves out.
+    """
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    kind, sizes = CONFIGS[name.removesuffix("_mtp")]
     config = getattr(transformers, f"{kind}Config")(**sizes)
     generator = torch.Generator().manual_seed(11)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            noise = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(1 + 0.1 * noise if "norm" in key else 0.1 * noise)
+            tensor.copy_(_noise(key, tensor.shape, generator))
     model.save_pretrained(folder)
+    if name.endswith("_mtp"):
+        config.num_nextn_predict_layers = 1
+        config.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        layers, hidden = sizes["num_hidden_layers"], sizes["hidden_size"]
+        last = {key: tensor.shape for key, tensor in tensors.items() if f".layers.{layers - 1}." in key}
+        added = {key.replace(f".layers.{layers - 1}.", f".layers.{layers}."): shape for key, shape in last.items()}
+        for key, shape in (
+            ("enorm", (hidden,)), ("hnorm", (hidden,)), ("shared_head.norm", (hidden,)), ("eh_proj", (hidden, 2 * hidden))
+        ):  # fmt: skip
+            added[f"model.layers.{layers}.{key}.weight"] = torch.Size(shape)
+        tensors |= {key: _noise(key, shape, generator) for key, shape in added.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def _noise(key: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(shape, generator=generator)
+    return 1 + 0.1 * noise if "norm" in key else 0.1 * noise

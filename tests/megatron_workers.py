@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from weightcast.adapters.megatron import MegatronSource
     from weightcast.transfer.layout import RankLayout
 
-__all__ = ["CASES", "Case", "checkpoint_of", "run_cases"]
+__all__ = ["CASES", "Case", "checkpoint_of", "model_logits", "run_cases"]
 
 VOCABULARY = 250
 
@@ -34,15 +35,17 @@ class Case:
     etp: int | None = None
     vp: int | None = None
     mtp: bool = False
+    overlap: bool = False
+    """Gather the stepped weights in the next forward only (overlap_param_gather)."""
     forward: bool = False
-    """True to check by a forward pass instead of the bridge; such a model is not trained."""
+    """Check by a forward pass instead of the bridge; such a model is not trained."""
 
     def __str__(self) -> str:
-        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep}
+        sizes = {"tp": self.tp, "pp": self.pp, "vp": self.vp or 1, "ep": self.ep}
         mesh = "".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         mesh += "" if self.etp is None else f"etp{self.etp}"
-        mesh += "" if self.vp is None else f"vp{self.vp}"
-        return f"{self.checkpoint}-{mesh or 'dp'}{'-mtp' if self.mtp else ''}{'-forward' if self.forward else ''}"
+        options = [name for name in ("mtp", "overlap", "forward") if getattr(self, name)]
+        return "-".join([self.checkpoint, mesh, *options])
 
     @property
     def family(self) -> str:
@@ -54,14 +57,16 @@ CASES: tuple[Case, ...] = (
     Case("llama", pp=2, vp=2),
     Case("llama_2_groups", tp=4),
     Case("llama_tied", tp=2, pp=2),
-    Case("qwen2", tp=4),
+    Case("qwen2", tp=2, overlap=True),
     Case("qwen3", pp=4),
     Case("qwen3_moe", ep=2),
-    Case("qwen3_moe", tp=2, ep=2),
+    Case("qwen3_moe", tp=2, ep=2, etp=2),
     Case("qwen3_moe", tp=2, ep=2, etp=1),
-    Case("qwen3_moe", tp=2, ep=1, etp=2),
     Case("qwen3_moe", pp=2, ep=2),
+    Case("qwen3_moe", pp=2, vp=2, ep=2),
     Case("qwen3_moe", ep=4),
+    Case("glm4_moe", tp=2, ep=2),
+    Case("glm4_moe", pp=2, ep=2, mtp=True),
     Case("deepseek_v3", tp=2, ep=2),
     Case("deepseek_v3", tp=2, pp=2, etp=1),
     Case("deepseek_v3", pp=2, ep=2, mtp=True),
@@ -78,6 +83,7 @@ def run_cases(rank: int, world: int, port: int, folder: str, names: list[str]) -
     import megatron_cpu
 
     megatron_cpu.install()
+    megatron_cpu.bridge_sequential_glm()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     for case in CASES:
@@ -139,6 +145,8 @@ _CPU: dict[str, Any] = {
     "fp16": False,
     "moe_grouped_gemm": False,
     "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
     "moe_shared_expert_overlap": False,
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
@@ -170,7 +178,6 @@ def _mixtral() -> Any:
         kv_channels=sizes["head_dim"],
         num_moe_experts=sizes["num_local_experts"],
         moe_router_topk=sizes["num_experts_per_tok"],
-        moe_router_load_balancing_type="none",
         normalization="RMSNorm",
         layernorm_epsilon=1e-5,
         gated_linear_unit=True,
@@ -227,6 +234,8 @@ def _exported(case: Case, rank: int, folder: Path) -> None:
     bridge.load_hf_weights(chunks)
     trained = _step(case, config, chunks)
     source = MegatronSource(trained, family=case.family, vocab_size=VOCABULARY)
+    if case.overlap:
+        _check_old_weights_are_refused(source, trained)
     _save_regions(case, rank, folder, source.describe())
     # The bridge exports the padding of the vocabulary too; a checkpoint ends before it.
     truth = {
@@ -240,6 +249,17 @@ def _exported(case: Case, rank: int, folder: Path) -> None:
 def checkpoint_of(case: Case, folder: Path) -> Path:
     """Where the checkpoint that a case starts from lies."""
     return folder / f"{case.checkpoint}{'_mtp' if case.mtp else ''}"
+
+
+def model_logits(case: Case, folder: Path) -> torch.Tensor:
+    """What the Transformers model computes from the checkpoint of a case."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint_of(case, folder), dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model.eval()(_tokens()).logits  # type: ignore[no-any-return]
 
 
 def _save_regions(case: Case, rank: int, folder: Path, layout: RankLayout) -> None:
@@ -257,7 +277,12 @@ def _step(case: Case, config: Any, chunks: list[Any]) -> list[Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap,
+    )
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
     settings = OptimizerConfig(optimizer="adam", lr=0.01, params_dtype=torch.float32, use_distributed_optimizer=True)
@@ -281,6 +306,19 @@ def _step(case: Case, config: Any, chunks: list[Any]) -> list[Any]:
     return wrapped
 
 
+def _check_old_weights_are_refused(source: MegatronSource, trained: list[Any]) -> None:
+    from weightcast.transfer.errors import DescribeError
+
+    try:
+        source.describe()
+    except DescribeError as error:
+        assert "start_param_sync(force_sync=True)" in str(error)
+    else:
+        raise AssertionError("weights that are not gathered yet were described")
+    for chunk in trained:
+        chunk.start_param_sync(force_sync=True)
+
+
 def _tokens() -> torch.Tensor:
     return torch.arange(32).view(2, 16) * 7 % VOCABULARY
 
@@ -302,13 +340,11 @@ def _forward(case: Case, rank: int, folder: Path) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(float("nan") if tensor.is_floating_point() else 0)
     layout = MegatronSource(model, family=case.family, vocab_size=VOCABULARY).describe()
-    filled = []
     with safe_open(checkpoint_of(case, folder) / "model.safetensors", "pt") as checkpoint:
         for row in range(len(layout.table)):
             region = layout.table.region(row)
             box = tuple(slice(begin, begin + n) for begin, n in zip(region.offset, region.size, strict=True))
             layout.view(row).copy_(checkpoint.get_tensor(region.tensor)[box])
-            filled.append(region.tensor)
     _save_regions(case, rank, folder, layout)
     model.eval()
     with torch.no_grad():
