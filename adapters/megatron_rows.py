@@ -1,7 +1,7 @@
 """How the rows of one Megatron-Core tensor are the rows of checkpoint tensors. Pure: numbers in, runs of rows out.
 
-Every tensor that Megatron fuses it fuses along dimension 0, so a fused tensor is a sequence of runs, each of them rows of
-one checkpoint tensor. A rank's part is a range of those rows, whatever parallelism made it.
+Every tensor that Megatron fuses it fuses along dimension 0, so a fused tensor is a sequence of runs, each of them rows
+of one checkpoint tensor. A rank's part is a range of those rows, whatever parallelism made it.
 """
 
 from __future__ import annotations

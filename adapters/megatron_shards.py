@@ -23,8 +23,8 @@ __all__ = ["LiveMemory", "Shard", "refused", "shards", "unwrapped"]
 class Shard(NamedTuple):
     """One part of a global tensor: `data` lies at `offset` of the tensor `key`, which has `shape`.
 
-    `key` has global layer numbers counted from 0, `name` is the entry's name in the model chunk. `expert` is the logical
-    expert, or None. `gated` is True where Megatron split the tensor into gate and up: `shape` is then that of
+    `key` has global layer numbers counted from 0, `name` is the entry's name in the model chunk. `expert` is the
+    logical expert, or None. `gated` is True where Megatron split the tensor into gate and up: `shape` is then that of
     [gate; up], whatever the order in memory.
     """
 
@@ -58,9 +58,14 @@ def shards(chunk: Any) -> Iterator[Shard]:
 
 
 def _check_config(config: Any) -> None:
-    for option in ("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"):
-        if getattr(config, option, None) is not None:
-            raise DescribeError(f"{option}={getattr(config, option)} mixes gate and up rows in blocks; unset it")
+    """Options that make weights other numbers, or in another order, than a checkpoint has them."""
+    for option, what in (
+        ("moe_mlp_glu_interleave_size", "mixes gate and up rows in blocks"),
+        ("moe_shared_expert_glu_interleave_size", "mixes gate and up rows in blocks"),
+        ("layernorm_zero_centered_gamma", "keeps the weights of norms less 1"),
+    ):
+        if getattr(config, option, None):
+            raise DescribeError(f"{option}={getattr(config, option)} {what}, which no checkpoint has; unset it")
 
 
 def _shard(chunk: Any, name: str, entry: Any, *, gated: bool) -> Shard:
@@ -162,7 +167,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _check_gathered(wrapper: Any) -> None:
-    """With overlap_param_gather a step leaves all but this rank's own part of the weights old until the next forward."""
+    """With overlap_param_gather the parts of other ranks stay old after a step, until the next forward."""
     if not getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False):
         return
     groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)

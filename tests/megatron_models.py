@@ -76,9 +76,8 @@ def save_checkpoint(name: str, folder: Path) -> None:
         layers, hidden = sizes["num_hidden_layers"], sizes["hidden_size"]
         last = {key: tensor.shape for key, tensor in tensors.items() if f".layers.{layers - 1}." in key}
         added = {key.replace(f".layers.{layers - 1}.", f".layers.{layers}."): shape for key, shape in last.items()}
-        for key, shape in (
-            ("enorm", (hidden,)), ("hnorm", (hidden,)), ("shared_head.norm", (hidden,)), ("eh_proj", (hidden, 2 * hidden))
-        ):  # fmt: skip
+        head = {"enorm": (hidden,), "hnorm": (hidden,), "shared_head.norm": (hidden,), "eh_proj": (hidden, 2 * hidden)}
+        for key, shape in head.items():
             added[f"model.layers.{layers}.{key}.weight"] = torch.Size(shape)
         tensors |= {key: _noise(key, shape, generator) for key, shape in added.items()}
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""What the trainer ranks of test_megatron.py do: build a Megatron model on a mesh, load, train a step, describe, export.
+"""What the ranks of test_megatron.py do: build a Megatron model on a mesh, load, train a step, describe, export.
 
 Megatron-Bridge loads the checkpoint that Transformers wrote and exports the weights after the step: the truth. Families
 and expert layers that it cannot map are filled through the described regions instead, and must then compute what the
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -309,12 +310,8 @@ def _step(case: Case, config: Any, chunks: list[Any]) -> list[Any]:
 def _check_old_weights_are_refused(source: MegatronSource, trained: list[Any]) -> None:
     from weightcast.transfer.errors import DescribeError
 
-    try:
+    with pytest.raises(DescribeError, match=r"start_param_sync\(force_sync=True\)"):
         source.describe()
-    except DescribeError as error:
-        assert "start_param_sync(force_sync=True)" in str(error)
-    else:
-        raise AssertionError("weights that are not gathered yet were described")
     for chunk in trained:
         chunk.start_param_sync(force_sync=True)
 
