@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["LatentAttention", "bridge_sequential_glm", "install"]
+__all__ = ["LatentAttention", "bridge_sequential_glm", "install", "pretend_transformer_engine"]
+
+_VERSION = "2.14.0"
+"""Of a Transformer Engine that Megatron takes for new enough."""
 
 
 class _AnyClass(type):
@@ -50,14 +53,37 @@ class _CudaIsCpu(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _pretend_transformer_engine() -> None:
-    """Megatron-Bridge imports names of Transformer Engine without asking whether it is there."""
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        module = _AnyModule(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        sys.modules[name] = module
-    sys.modules["transformer_engine"].pytorch = sys.modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
+class _TransformerEngine:
+    """Finds every module below `transformer_engine`, each with every class one asks for."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != "transformer_engine":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _AnyModule(spec.name)
+        module.__version__ = _VERSION
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _pretend_version() -> None:
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: (  # type: ignore[assignment]
+        _VERSION if name.replace("_", "-") == "transformer-engine" else version(name)
+    )
+
+
+def pretend_transformer_engine() -> None:
+    """Before Megatron-Core is imported: its classes over Transformer Engine then exist. Nothing of them computes."""
+    import typing_extensions
+
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    _pretend_version()
+    sys.meta_path.insert(0, _TransformerEngine())  # type: ignore[arg-type]
 
 
 def install() -> None:
@@ -65,10 +91,7 @@ def install() -> None:
     import typing_extensions
 
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    version = importlib.metadata.version
-    importlib.metadata.version = lambda name: (  # type: ignore[assignment]
-        "2.14.0" if name.replace("_", "-") == "transformer-engine" else version(name)
-    )
+    _pretend_version()
     # Megatron-Core finds no Transformer Engine, and keeps to its own layers; the bridge then finds the pretended one.
     import megatron.core
     import megatron.core.extensions
@@ -76,7 +99,7 @@ def install() -> None:
     import megatron.core.tensor_parallel.random as tensor_random
     import megatron.core.transformer.torch_norm as torch_norm
 
-    _pretend_transformer_engine()
+    sys.meta_path.insert(0, _TransformerEngine())  # type: ignore[arg-type]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.current_stream = lambda *args, **kwargs: None  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]

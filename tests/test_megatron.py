@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_meta import EXPERTS, TINY, grouped_and_sequential, leave_mesh, meta_model
 from megatron_workers import CASES, Case, checkpoint_of, model_logits, run_cases
 from spawn_support import run_ranks
 from torch import nn
@@ -97,75 +98,12 @@ def test_tensors_that_prediction_layers_share_are_declared(case: Case, results: 
 
 # Below: one rank of a world whose collectives do nothing, models without memory.
 
-TINY: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 8,
-    "num_query_groups": 2,
-    "kv_channels": 8,
-    "ffn_hidden_size": 48,
-}
-EXPERTS: dict[str, Any] = {"num_moe_experts": 8, "moe_ffn_hidden_size": 16, "moe_router_topk": 2}
-
 
 @pytest.fixture
 def build() -> Iterator[Callable[..., Any]]:
     """Makes this process one rank of a mesh and builds its model on the meta device."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def make(
-        rank: int, world: int, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, vocabulary: int = 64, **sizes: Any
-    ) -> Any:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=etp,
-            create_gloo_process_groups=False,
-        )
-        config = TransformerConfig(
-            **{
-                "normalization": "RMSNorm",
-                "gated_linear_unit": True,
-                "activation_func": nn.functional.silu,
-                "bias_activation_fusion": False,
-                "add_bias_linear": False,
-                "gradient_accumulation_fusion": False,
-                "use_cpu_initialization": True,
-                "perform_initialization": False,
-                "tensor_model_parallel_size": tp,
-                "pipeline_model_parallel_size": pp,
-                "expert_model_parallel_size": ep,
-                "expert_tensor_parallel_size": etp,
-                "pipeline_dtype": torch.bfloat16,
-                "params_dtype": torch.bfloat16,
-                "bf16": True,
-                **sizes,
-            }
-        )
-        with torch.device("meta"):
-            return GPTModel(
-                config,
-                get_gpt_decoder_block_spec(config, use_transformer_engine=False),
-                vocab_size=vocabulary,
-                max_sequence_length=64,
-                pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-                share_embeddings_and_output_weights=False,
-                position_embedding_type="rope",
-            )
-
-    yield make
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    yield meta_model
+    leave_mesh()
 
 
 def _named(source: MegatronSource, part: str) -> list[Region]:
@@ -215,6 +153,14 @@ def test_layer_numbers_are_those_of_the_layers(build: Any) -> None:
     model = build(1, 2, pp=2, num_layers_in_first_pipeline_stage=1, **TINY)
     source = MegatronSource(model, family="llama", vocab_size=64)
     assert [region.tensor.split(".")[2] for region in _named(source, "o_proj")] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["weight per expert", "one weight"])
+def test_grouped_experts_of_transformer_engine_are_the_sequential_ones(single: bool) -> None:
+    """What Megatron's own class for them states, with stand-ins for the kernels below it."""
+    ((sequential, grouped),) = run_ranks(grouped_and_sequential, 1, single)
+    assert len(grouped) == len(sequential)
+    assert sorted(grouped) == sorted(sequential)
 
 
 def test_one_rank_of_a_235b_model_is_described_in_two_seconds(build: Any) -> None:
