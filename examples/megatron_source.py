@@ -16,8 +16,9 @@ dist.init_process_group("gloo")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
 config = TransformerConfig(
     num_layers=1, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=96, add_bias_linear=False,
-    gated_linear_unit=True, activation_func=torch.nn.functional.silu, normalization="RMSNorm", use_cpu_initialization=True,
-    bias_activation_fusion=False, gradient_accumulation_fusion=False, tensor_model_parallel_size=2,
+    gated_linear_unit=True, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
+    normalization="RMSNorm", tensor_model_parallel_size=2, use_cpu_initialization=True,
+    gradient_accumulation_fusion=False,
 )  # fmt: skip
 spec = get_gpt_layer_local_spec(normalization="RMSNorm")
 model = GPTModel(config, spec, vocab_size=256, max_sequence_length=64, position_embedding_type="rope")
