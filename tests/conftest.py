@@ -32,6 +32,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Only what is absent is skipped: an SGLang that is installed and cannot be imported fails its tests."""
     if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed; `make test` installs it")
+    if item.get_closest_marker("megatron") and importlib.util.find_spec("megatron") is None:
+        pytest.skip("Megatron-Core is not installed; `make test-megatron` installs it")
     if item.get_closest_marker("gpu"):
         import torch
 
