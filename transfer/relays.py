@@ -97,9 +97,10 @@ class RelayGroups:
         place = np.arange(heads.shape[0]) - start[run] - near[run]
         live = np.flatnonzero(place >= 0)
         run, place = run[live], place[live]
-        # Turned from group to group, because the last of a chain sends nothing.
-        step = (place - run) % far[run]
-        source = start[run] + near[run] + ((step - 1) // fan_out + run) % far[run]
+        # Turned from group to group, by about half a round, because the last ones of a tree send nothing.
+        turned = run % 2 * (far[run] // 2) + run // 2
+        step = (place - turned) % far[run]
+        source = start[run] + near[run] + ((step - 1) // fan_out + turned) % far[run]
         source = np.where(step == 0, start[run], source)
         passed = (step > 0) | (near[run] > 0)
         parent[item[live[passed]]] = item[source[passed]]
