@@ -182,7 +182,9 @@ def test_relays_are_followed(plan, tables):
     row = find(plan, Kind.SEND, "b", 0, 0)
     relayed = {"kind": Kind.RELAY, "src_instance": 0, "src_rank": 1}
     check_plan(with_value(plan, row, **relayed, src_region=1), *tables)
-    with pytest.raises(PlanError, match="from a rank 1 region 2 passes on what that region does not receive but copies itself"):
+    with pytest.raises(
+        PlanError, match="rank 1 region 2 passes on what that region does not receive but copies itself"
+    ):
         check_plan(with_value(plan, row, **relayed, src_region=2), *tables)
     with pytest.raises(PlanError, match="from a rank 1 region 0 takes what that region does not hold"):
         check_plan(with_value(plan, row, **relayed, src_region=0), *tables)

@@ -175,7 +175,7 @@ def test_random_layouts_end_up_right_and_never_slower_than_direct(seed):
 
     def cost(made: TransferPlan) -> float:
         o = made.operations
-        nbytes = o.size.prod(axis=1) * np.array([8, 4, 2, 2, 1, 1, 1, 1, 1, 1])[made.instance_dtype[o.instance, o.tensor]]
+        nbytes = o.size.prod(axis=1) * ITEMSIZE[made.instance_dtype[o.instance, o.tensor]]
         moved = o.kind != Kind.COPY
         source, target = hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank)
         return float(
@@ -205,7 +205,9 @@ def test_relays_that_wait_for_each_other_are_seen():
 
 
 def test_hosts_of_other_sides_are_refused():
-    with pytest.raises(LayoutError, match=r"hosts are given for \[1, 4\] ranks \(trainer, instances\), but .* \[1, 3\]"):
+    with pytest.raises(
+        LayoutError, match=r"hosts are given for \[1, 4\] ranks \(trainer, instances\), but .* \[1, 3\]"
+    ):
         plan_of(1, [3], Hosts.packed([1, 4], 4), None)
 
 

@@ -157,10 +157,12 @@ def _operations(
     cell = np.concatenate([part.cell for part in receives])
     count = [part.cell.shape[0] for part in receives]
     dtype = [side.dtype[sources.cells.key[part.cell]] for part, side in zip(receives, pair.instances, strict=True)]
-    columns = (np.concatenate([getattr(part, n) for part in receives]) for n in ("rank", "region", "offset", "size"))
+    rank, region, offset, size = (
+        np.concatenate([getattr(part, name) for part in receives]) for name in ("rank", "region", "offset", "size")
+    )
     instance = np.repeat(np.arange(len(receives), dtype=np.int64), count)
     code = np.concatenate(dtype)
-    needs = Needs(cell, instance, *columns, code, ITEMSIZE[code])
+    needs = Needs(cell, instance, rank, region, offset, size, code, ITEMSIZE[code])
     routes = route(sources, needs, pair.trainer.world, hosts, topology)
     tensor = sources.cells.key[cell]
     bounds = np.searchsorted(instance[routes.need], np.arange(len(receives) + 1))

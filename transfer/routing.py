@@ -136,4 +136,4 @@ class _Router:
         """Which of the holders of the need's cell."""
         if self._narrowed is None:
             return dealt.choice
-        return self._narrowed.member[self._narrowed.first[need] + dealt.choice]
+        return np.asarray(self._narrowed.member[self._narrowed.first[need] + dealt.choice])

@@ -164,7 +164,7 @@ def deal_boxes(pools: Pools, pool: IntArray, boxes: tuple[IntArray, IntArray], i
 
 def _cut_dim(size: IntArray) -> IntArray:
     long = size >= _FINE
-    return np.where(long.any(axis=1), long.argmax(axis=1), size.argmax(axis=1))
+    return np.asarray(np.where(long.any(axis=1), long.argmax(axis=1), size.argmax(axis=1)))
 
 
 class _Dealer:
@@ -173,7 +173,7 @@ class _Dealer:
     def __init__(self, pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None) -> None:
         self.pools, self.pool, self.weight, self.world = pools, pool, weight.astype(np.float64), world
         self._fixed = np.zeros(world) if fixed is None else fixed
-        self._total = np.bincount(pool, weights=weight, minlength=len(pools))
+        self._total: FloatArray = np.bincount(pool, weights=self.weight, minlength=len(pools)).astype(np.float64)
         self._share, self.bound = level(pools, self._total, world, self._fixed)
 
     def busiest(self, item: IntArray, choice: IntArray, weight: npt.NDArray[np.generic]) -> float:
@@ -197,7 +197,7 @@ class _Dealer:
                 ranks = pools.rank[sub.edge]
                 part = weight / self._total[sub.pool]
                 count = np.diff(sub.start)
-                # The rest of the pool's bytes stay shared out; this batch is dealt anew and makes good earlier roundings.
+                # The rest of the pool's bytes stay shared out; this batch is dealt anew, which mends earlier roundings.
                 load[ranks] -= self._share[sub.edge] * np.repeat(part, count)
                 room = water_fill(weight, sub.start, load[ranks])
                 chosen = _runs(self.weight[items], start, room, sub.start)
@@ -264,7 +264,7 @@ def _runs(weight: FloatArray, start: IntArray, room: FloatArray, room_start: Int
     """
     group = np.repeat(np.arange(start.shape[0] - 1), np.diff(start))
     room_group = np.repeat(np.arange(start.shape[0] - 1), np.diff(room_start))
-    total = np.add.reduceat(weight, start[:-1])
+    total: FloatArray = np.add.reduceat(weight, start[:-1])
     ends = _running(room, room_group, total)
     # An item goes to the room in which its middle lies; rounding may put the last one past the end.
     chosen = np.searchsorted(ends, _running(weight, group, total) - weight / 2)

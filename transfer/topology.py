@@ -146,7 +146,7 @@ def link_bytes(hosts: Hosts, source: IntArray, target: IntArray, nbytes: IntArra
     loads = np.zeros((len(Link), len(hosts)))
 
     def count(rank: IntArray, some: np.ndarray) -> FloatArray:
-        return np.bincount(rank[some], weights=nbytes[some], minlength=len(hosts))
+        return np.bincount(rank[some], weights=nbytes[some], minlength=len(hosts)).astype(np.float64)
 
     loads[Link.NIC_OUT], loads[Link.NIC_IN] = count(source, ~near), count(target, ~near)
     loads[Link.NVLINK_OUT], loads[Link.NVLINK_IN] = count(source, near & ~copied), count(target, near & ~copied)
