@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_support import judge, random_pair, tables_of
 
+from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError, PlanError
 from weightcast.transfer.invariants import check_plan
 from weightcast.transfer.layout import Region, TensorSpec

@@ -49,9 +49,7 @@ def draw(simulation: Simulation, title: str) -> str:
     bounds = "".join(
         f'<tr><td>{html.escape(bound.reason)}</td><td class="n">{bound.seconds:.4g} s</td></tr>' for bound in s.bounds
     )
-    charts = "\n".join(
-        _chart(s, int(s.first[side]), int(s.first[side + 1]), used, scale) for side in range(len(s.first) - 1)
-    )
+    charts = "\n".join(_chart(s, int(s.first[side]), int(s.first[side + 1]), scale) for side in range(len(s.first) - 1))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{_STYLE}</style></head><body>
 <h1>{html.escape(title)}</h1>
@@ -72,8 +70,9 @@ def _nice(value: float) -> float:
     return next(step * power for step in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if step * power >= value * 0.9999)
 
 
-def _chart(s: Simulation, begin: int, end: int, used: list[Link], scale: float) -> str:
-    """The ranks `begin`..`end - 1` of one side, with a bar a link."""
+def _chart(s: Simulation, begin: int, end: int, scale: float) -> str:
+    """The ranks `begin`..`end - 1` of one side, with a bar for each link that the side uses."""
+    used = [link for link in Link if s.nbytes[link, begin:end].any()] or [Link.MEMORY]
     label = s.labels[begin].rpartition(" ")[0]
     slot = min(_WIDTH / (end - begin), 26.0 * len(used))
     bar = slot * 0.84 / len(used)

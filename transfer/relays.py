@@ -74,9 +74,7 @@ class RelayGroups:
         # What arrives over NICs whatever the heads are: boxes of no group. Near ones come over NVLink.
         fixed = ~self._near
         fixed[item] = False
-        load = np.bincount(self._rank[fixed], weights=self._weight[fixed], minlength=self._host.shape[0]).astype(
-            np.float64
-        )
+        load = np.bincount(self._rank[fixed], self._weight[fixed], self._host.shape[0]).astype(np.float64)
         near = self._near[item[start[:-1]]]
         weight = np.where(near, 0, self._weight[item[start[:-1]]])
         head = deal(pools, pool, weight, self._host.shape[0], load)
