@@ -241,3 +241,21 @@ def test_the_picture():
     assert titles[1].startswith("i0 1: NIC in 0.005 s (0.25 GB)")
     marked = ["#1c2128" in [path.get("fill") for path in chart.iter("path")] for chart in charts]
     assert marked == [True, False]
+
+
+def test_hosts_of_a_bundle_come_before_the_topology(tmp_path, topology, capsys):
+    """Rank 0 of the instance is on the host of trainer rank 1, which holds all that it needs."""
+    whole = [{"tensor": "w", "offset": [0], "size": [8]}]
+    bundle = tmp_path / "bundle.json"
+    bundle.write_text(
+        json.dumps(
+            {
+                "tensors": {"w": {"shape": [8], "dtype": "bfloat16"}},
+                "trainer": {"ranks": {"0": whole, "1": whole}, "hosts": {"0": "a", "1": "b"}},
+                "instances": {"i": {"ranks": {"0": whole}, "hosts": {"0": "b"}}},
+            }
+        )
+    )
+    for options in ([], ["--simulate", topology]):
+        _, out, _ = run(capsys, "--layouts", bundle, "--json", *options)
+        assert [op["src_rank"] for op in json.loads(out)["ops"]] == [1]
