@@ -81,7 +81,7 @@ def test_the_busiest_rank_is_the_best_possible(seed, sweeps):
 
 @pytest.mark.parametrize("world", [20, 60])
 def test_a_long_chain_of_pools_needs_the_flow(world):
-    """Each pool shares one rank with the next and one end has more than its share: sweeps pass on a little at a time."""
+    """Each pool shares a rank with the next and one end has more than its share: sweeps pass on a little at a time."""
     sets = [[i, i + 1] for i in range(world - 1)]
     weight, fixed = np.full(world - 1, 20.0 * world), np.zeros(world)
     fixed[0] = 5.0 * world
