@@ -1,4 +1,4 @@
-"""`weightcast plan`: plan a transfer offline, from a layout bundle."""
+"""`weightcast plan`: plan a transfer offline, from a layout bundle or the shape of a published model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,26 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from weightcast.transfer.bundle import plan_document, read_bundle
+import numpy as np
+
+from weightcast.transfer.bundle import Bundle, plan_document, read_bundle
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.picture import draw
 from weightcast.transfer.plan import TransferPlan
 from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.shapes import (
+    DENSE_CUTS,
+    MODELS,
+    instance_tables,
+    random_placement,
+    read_instances,
+    trainer_tables,
+)
+from weightcast.transfer.simulate import Simulation, simulate
 from weightcast.transfer.summary import Traffic, traffic_of
+from weightcast.transfer.topology import LINK_NAMES, Hosts, Topology, read_topology
 
 __all__ = ["add"]
 
@@ -22,30 +35,171 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def add(commands: Commands) -> None:
     """`weightcast plan`."""
-    parser = commands.add_parser("plan", help="plan a transfer offline, from a layout bundle")
-    parser.add_argument("--layouts", type=Path, required=True, metavar="FILE", help="layout bundle, JSON or msgpack")
-    parser.add_argument("--json", action="store_true", help="print all operations as JSON")
+    parser = commands.add_parser("plan", help="plan a transfer offline, from a layout bundle or a model's shape")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--layouts", type=Path, metavar="FILE", help="layout bundle, JSON or msgpack")
+    what.add_argument("--shape", choices=sorted(MODELS), help="a published model instead of a bundle")
+    parser.add_argument("--json", action="store_true", help="print all operations as JSON (with --shape the summary)")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not prove the plan's invariants")
+    shape = parser.add_argument_group("with --shape")
+    shape.add_argument("--trainer", default="pp8xep32", help="pp8xep32, pp8xep32xdp2 or fsdp64 (default: %(default)s)")
+    shape.add_argument("--instances", default="8x16", help="how many x ranks of each (default: %(default)s)")
+    shape.add_argument("--redundant", type=int, default=0, help="redundant slots a layer (default: %(default)s)")
+    shape.add_argument("--maps", choices=["equal", "different"], default="different", help="instances' placements")
+    shape.add_argument("--dense", choices=DENSE_CUTS, default="replicated", help="dense weights of an instance")
+    shape.add_argument("--dtype", default="bfloat16", help="dtype of the instances' matrices (default: %(default)s)")
+    cluster = parser.add_argument_group("on a cluster")
+    cluster.add_argument(
+        "--simulate",
+        type=Path,
+        metavar="TOPOLOGY",
+        help="TOML or JSON with nic_gbps and optionally nvlink_gbps, memory_gbps, latency_us, nic_per_host, "
+        "ranks_per_host, colocated, between_instances: predict the time of each rank",
+    )
+    cluster.add_argument("--no-relays", dest="relays", action="store_false", help="all boxes straight from the trainer")
+    cluster.add_argument("--picture", type=Path, metavar="HTML", help="draw the load of each rank")
     parser.set_defaults(run=_plan)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    path: Path = arguments.layouts
-    try:
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
-    bundle = read_bundle(data)
+    if arguments.picture and not arguments.simulate:
+        raise InputError("--picture draws a simulation: give --simulate TOPOLOGY too")
+    bundle = _of_shape(arguments) if arguments.shape else read_bundle(_read(arguments.layouts))
+    topology = read_topology(_read(arguments.simulate)) if arguments.simulate else None
+    hosts = _hosts(bundle, topology)
     begin = time.perf_counter()
-    plan = plan_transfer(bundle.trainer, bundle.instances, check=arguments.check, required=bundle.tensors.names)
+    plan = plan_transfer(
+        bundle.trainer,
+        bundle.instances,
+        check=arguments.check,
+        required=bundle.tensors.names,
+        hosts=hosts,
+        topology=topology if arguments.relays else None,
+    )
     seconds = time.perf_counter() - begin
     traffic = traffic_of(plan)
+    simulation = None
+    if topology is not None and hosts is not None:
+        simulation = simulate(plan, bundle.trainer, bundle.instances, hosts, topology)
+    if arguments.picture and simulation is not None:
+        _write(arguments.picture, draw(simulation, _title(arguments)))
     if arguments.json:
-        json.dump(plan_document(plan, traffic, seconds), sys.stdout)
+        document = plan_document(plan, traffic, seconds, operations=not arguments.shape)
+        if simulation is not None:
+            document["simulation"] = _document(simulation)
+        json.dump(document, sys.stdout)
         print()
+    elif simulation is not None:
+        print(_verdict(simulation, plan, traffic))
     else:
         print(_plan_table(plan, traffic, seconds, checked=arguments.check))
     return 0
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def _of_shape(arguments: argparse.Namespace) -> Bundle:
+    model = MODELS[arguments.shape]
+    count, world = read_instances(arguments.instances)
+    if arguments.redundant < 0:
+        raise InputError(f"--redundant {arguments.redundant}: expected a number from 0 on")
+    made = [
+        tuple(
+            instance_tables(
+                model, world, random_placement(model, arguments.redundant, seed), arguments.dense, arguments.dtype
+            )
+        )
+        for seed in range(1 if arguments.maps == "equal" else count)
+    ]
+    trainer = tuple(trainer_tables(model, arguments.trainer))
+    instances = {f"instance-{i}": made[i % len(made)] for i in range(count)}
+    # Every rank's catalogue has the tensors of that rank alone; nothing beyond what some rank holds is required.
+    return Bundle(
+        trainer[0].tensors, trainer, ("",) * len(trainer), instances, {name: ("",) * world for name in instances}
+    )
+
+
+def _hosts(bundle: Bundle, topology: Topology | None) -> Hosts | None:
+    """As the bundle names them, else as the topology packs them."""
+    named = [bundle.trainer_hosts, *bundle.instance_hosts.values()]
+    if any(name for side in named for name in side):
+        return Hosts.by_name(named[0], named[1:])
+    if topology is None:
+        return None
+    worlds = [len(side) for side in named]
+    return Hosts.packed(worlds, topology.ranks_per_host or 1, colocated=topology.colocated)
+
+
+def _title(arguments: argparse.Namespace) -> str:
+    if not arguments.shape:
+        return f"{arguments.layouts.name} on {arguments.simulate.name}"
+    return (
+        f"{arguments.shape}, trainer {arguments.trainer} to instances {arguments.instances}, {arguments.dtype}, "
+        f"on {arguments.simulate.name}"
+    )
+
+
+def _document(s: Simulation) -> dict[str, Any]:
+    return {
+        "seconds": s.total,
+        "bottleneck": {"rank": s.labels[s.bottleneck], "link": s.link},
+        "lower_bound_seconds": s.bounds[0].seconds,
+        "ratio": s.ratio,
+        "hops": s.hops,
+        "bounds": [{"seconds": bound.seconds, "reason": bound.reason} for bound in s.bounds],
+        "ranks": [
+            {"rank": label, "seconds": float(s.rank_seconds[i]), "links": dict(zip(LINK_NAMES, row, strict=True))}
+            for i, (label, row) in enumerate(zip(s.labels, s.seconds.T.tolist(), strict=True))
+        ],
+    }
+
+
+_SHOWN = 32
+"""Ranks that are all listed; of more only the busiest of each side are."""
+
+
+def _verdict(s: Simulation, plan: TransferPlan, traffic: Traffic) -> str:
+    rows: list[tuple[str, ...]] = [("rank", "seconds", *LINK_NAMES)]
+    for begin, end in zip(s.first[:-1].tolist(), s.first[1:].tolist(), strict=True):
+        order = np.arange(begin, end)
+        if len(s.labels) > _SHOWN and end - begin > 2:
+            order = np.sort(begin + np.argsort(-s.rank_seconds[begin:end], kind="stable")[:2])
+        rows += [(s.labels[i], f"{s.rank_seconds[i]:.4f}", *(f"{x:.4f}" for x in s.seconds[:, i])) for i in order]
+        if len(order) < end - begin:
+            rows.append((f"  and {end - begin - 2} more", f"{np.median(s.rank_seconds[begin:end]):.4f}", "(median)"))
+    lines = _columns(rows)
+    lines += [
+        "",
+        f"predicted {s.total:.4g} s, waiting for {s.labels[s.bottleneck]}, {s.link}",
+        f"lower bound {s.bounds[0].seconds:.4g} s: {s.bounds[0].reason}; ours is {s.ratio:.3f} times that",
+        f"{traffic.sends:,} sends, {traffic.copies:,} copies, {traffic.relays:,} relays in chains of up to {s.hops} "
+        f"hops, of {len(plan.tensors):,} tensors",
+    ]
+    return "\n".join(lines)
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines with the columns under one another, the first to the left; short rows end early."""
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            text.ljust(width) if i == 0 else text.rjust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=False))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked: bool) -> str:
@@ -54,18 +208,11 @@ def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked
     for name, *columns in zip(plan.instances, traffic.sent, traffic.received, traffic.copied, strict=True):
         for rank, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             rows.append((f"{name} {rank}", *(f"{number:,}" if number else "" for number in numbers)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    lines = _columns(rows)
     lines.append("")
     lines.append(
         f"{traffic.sends:,} sends, {traffic.copies:,} copies, {traffic.relays:,} relays of "
         f"{len(plan.tensors):,} tensors"
     )
     lines.append(f"planned{' and checked' if checked else ''} in {seconds:.3f} s")
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)

@@ -19,6 +19,7 @@ from weightcast.gateway.verify import DigestCounts, compare_digests
 from weightcast.transfer.errors import PairStateError, StalePlanError, VersionError, WeightcastError
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.topology import Hosts
 
 __all__ = ["connect", "update"]
 
@@ -106,7 +107,8 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     trainer = _trainer_layout(pair)
     tables = {name: layout.tables for name, layout in layouts.items()}
     try:
-        plan = await asyncio.to_thread(plan_transfer, trainer.tables, tables)
+        hosts = Hosts.by_name(trainer.hosts, [layout.hosts for layout in layouts.values()])
+        plan = await asyncio.to_thread(plan_transfer, trainer.tables, tables, hosts=hosts)
         parts = await asyncio.to_thread(PlanParts, plan, pair.spec.bucket_bytes)
     except WeightcastError as error:
         for name in layouts:

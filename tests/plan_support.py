@@ -28,6 +28,11 @@ class PairLayout:
             name: tables_of(self.specs | self.casts.get(name, {}), ranks) for name, ranks in self.instances.items()
         }
 
+    def dtype_of(self, plan: TransferPlan, instance: int, tensor: str) -> str:
+        """In which dtype an instance has a tensor."""
+        name = plan.instances[instance]
+        return self.casts.get(name, {}).get(tensor, self.specs[tensor]).dtype
+
 
 def tables_of(specs: dict[str, TensorSpec], ranks: Ranks) -> list[RegionTable]:
     """One table a rank, with only the tensors that it holds."""
@@ -138,17 +143,16 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
     received = defaultdict(int)
     seen: dict[tuple[int, int, str], np.ndarray] = {}
     o = plan.operations
-    # All sends first, then all copies at once: a copy may not wait for another copy.
-    sent: dict[tuple[int, int, int], np.ndarray] = {}
-    for row in sorted(range(len(o)), key=lambda row: int(o.kind[row])):
-        if o.kind[row] != Kind.SEND and not sent:
-            sent = {key: array.copy() for key, array in memory.items()}
+
+    def play(row: int) -> bool:
+        """Carries out an operation, unless what it passes on has not arrived yet."""
         name = plan.tensors.names[int(o.tensor[row])]
         ndim = len(pair.specs[name].shape)
         offset, size = o.offset[row, :ndim], o.size[row, :ndim]
         assert (o.offset[row, ndim:] == 0).all()
         assert (o.size[row, ndim:] == 1).all()
-        source = region_at(int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row]))
+        held = (int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row]))
+        source = region_at(*held)
         key = (int(o.instance[row]), int(o.dst_rank[row]), int(o.dst_region[row]))
         target = region_at(*key)
         for region in (source, target):
@@ -156,21 +160,40 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
             assert all(
                 a <= b and b + n <= a + m for a, m, b, n in zip(region.offset, region.size, offset, size, strict=True)
             )
+        if o.kind[row] == Kind.SEND:
+            assert held[0] == TRAINER
+            values = number[name][_slices(offset, size)]
+        else:
+            assert (held[:2] == key[:2]) == (o.kind[row] == Kind.COPY)
+            values = memory[held][_slices(offset - source.offset, size)].copy()
+            if (values == -1).any():
+                return False
+            assert pair.dtype_of(plan, held[0], name) == pair.dtype_of(plan, key[0], name)
         place = memory[key][_slices(offset - target.offset, size)]
         assert (place == -1).all(), f"operation {row} writes twice"
-        if o.kind[row] == Kind.SEND:
-            assert o.src_instance[row] == TRAINER
-            place[...] = number[name][_slices(offset, size)]
+        place[...] = values
+        if o.kind[row] != Kind.COPY:
             mask = seen.setdefault((*key[:2], name), np.zeros(pair.specs[name].shape, dtype=bool))
             assert not mask[_slices(offset, size)].any(), f"operation {row} sends what the rank has"
             mask[_slices(offset, size)] = True
             received[key[:2]] += place.size
-        else:
-            assert o.kind[row] == Kind.COPY
-            assert (o.src_instance[row], o.src_rank[row]) == key[:2]
-            values = sent[*key[:2], int(o.src_region[row])][_slices(offset - source.offset, size)]
-            assert (values != -1).all(), f"operation {row} copies what was not received"
-            place[...] = values
+        return True
+
+    # What comes over the network first, relays as soon as they can, then all copies at once: none may wait for another.
+    waiting = sorted(np.flatnonzero(o.kind != Kind.COPY).tolist(), key=lambda row: int(o.kind[row]))
+    while waiting:
+        left = [row for row in waiting if not play(row)]
+        assert len(left) < len(waiting), f"operations {left} pass on what never arrives"
+        waiting = left
+    copies = np.flatnonzero(o.kind == Kind.COPY).tolist()
+    ready = {key: array.copy() for key, array in memory.items()}
+    for row in copies:
+        source = region_at(int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row]))
+        ndim = len(source.offset)
+        held = ready[int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row])]
+        part = held[_slices(o.offset[row, :ndim] - source.offset, o.size[row, :ndim])]
+        assert (part != -1).all(), f"operation {row} copies what was not received"
+        assert play(row)
     for key, array in memory.items():
         region = region_at(*key)
         assert (array == number[region.tensor][_slices(region.offset, region.size)]).all(), f"region {key} is wrong"
@@ -178,6 +201,7 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
     return {
         "sends": int((o.kind == Kind.SEND).sum()),
         "copies": int((o.kind == Kind.COPY).sum()),
+        "relays": int((o.kind == Kind.RELAY).sum()),
         "elements": sum(received.values()),
     }
 

@@ -60,7 +60,7 @@ def with_rows(plan: TransferPlan, rows) -> TransferPlan:
 
 def test_the_plan_itself_is_right(plan, tables):
     check_plan(plan, *tables)
-    assert len(plan.operations) == 11
+    assert len(plan.operations) == 12
 
 
 def test_a_dropped_replica_is_seen(plan, tables):
@@ -182,7 +182,9 @@ def test_relays_are_followed(plan, tables):
     row = find(plan, Kind.SEND, "b", 0, 0)
     relayed = {"kind": Kind.RELAY, "src_instance": 0, "src_rank": 1}
     check_plan(with_value(plan, row, **relayed, src_region=1), *tables)
-    with pytest.raises(PlanError, match="from a rank 1 region 2 passes on what the trainer did not send there"):
+    with pytest.raises(
+        PlanError, match="rank 1 region 2 passes on what that region does not receive but copies itself"
+    ):
         check_plan(with_value(plan, row, **relayed, src_region=2), *tables)
     with pytest.raises(PlanError, match="from a rank 1 region 0 takes what that region does not hold"):
         check_plan(with_value(plan, row, **relayed, src_region=0), *tables)
@@ -203,7 +205,7 @@ def test_a_plan_for_other_tables_is_seen(plan, tables):
 
 def test_columns_of_different_length_are_seen(plan, tables):
     short = replace(plan.operations, dst_region=plan.operations.dst_region[:-1])
-    with pytest.raises(PlanError, match=r"column dst_region of the operations has shape \(10,\), not \(11,\)"):
+    with pytest.raises(PlanError, match=r"column dst_region of the operations has shape \(11,\), not \(12,\)"):
         check_plan(replace(plan, operations=short), *tables)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.transfer.sources import Pools, deal, pool_sets
+from weightcast.transfer.sources import Pools, deal, deal_boxes, pool_sets, same_host_first
 
 
 def loads(pools: list[list[int]], items: list[tuple[int, int]], world: int) -> np.ndarray:
@@ -66,3 +66,75 @@ def test_near_the_optimum_on_nested_pools(seed):
     total = {p: sum(w for q, w in items if set(pools[q]) <= set(p)) for p in map(tuple, pools)}
     best = max(weight / len(p) for p, weight in total.items())
     assert loads(pools, items, 4).max() <= best + max(w for _, w in items)
+
+
+def sent_by_rank(pools: list[list[int]], items: list[tuple[int, tuple[int, ...]]], world: int) -> np.ndarray:
+    """Elements by rank when boxes (pool, size) are dealt, and cut where need be; the parts of a box tile it."""
+    made = Pools(np.cumsum([0] + [len(p) for p in pools]), np.array([r for p in pools for r in p]))
+    pool, size = np.array([p for p, _ in items]), np.array([s for _, s in items])
+    offset = np.arange(size.size).reshape(size.shape)
+    dealt = deal_boxes(made, pool, (offset, size), np.ones(len(items), dtype=np.int64), world)
+    assert (np.diff(dealt.item) >= 0).all()
+    loads = np.zeros(world)
+    for i, (p, extent) in enumerate(items):
+        parts = np.flatnonzero(dealt.item == i)
+        whole = np.zeros(extent, dtype=int)
+        for row in parts:
+            low = dealt.offset[row] - offset[i]
+            whole[tuple(slice(a, a + n) for a, n in zip(low, dealt.size[row], strict=True))] += 1
+            loads[pools[p][dealt.choice[row]]] += dealt.size[row].prod()
+        assert (whole == 1).all()
+        assert len(parts) <= len(pools[p])
+    return loads
+
+
+@pytest.mark.parametrize(
+    ("pools", "items", "expected"),
+    [
+        ([[0, 1]], [(0, (8, 4))], [16, 16]),
+        ([[0, 1, 2, 3]], [(0, (100, 2)), (0, (100, 2)), (0, (100, 2))], [150, 150, 150, 150]),
+        ([[0], [0, 1]], [(0, (10, 1)), (1, (30, 1))], [20, 20]),
+        ([[0, 1]], [(0, (8, 4)), (0, (8, 4))], [32, 32]),
+    ],
+)
+def test_boxes_are_cut_between_holders(pools, items, expected):
+    assert sent_by_rank(pools, items, len(expected)).tolist() == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_busiest_rank_sends_at_most_5_percent_more_than_the_best_possible(seed):
+    """For overlapping, not nested sets of holders, with boxes of which one is more than the share."""
+    rng = random.Random(seed)
+    world = rng.randint(1, 7)
+    pools = sorted({tuple(sorted(rng.sample(range(world), rng.randint(1, world)))) for _ in range(rng.randint(1, 8))})
+    items = [
+        (rng.randrange(len(pools)), (rng.choice([64, 100, 256, 999]), rng.choice([1, 1, 2, 8])))
+        for _ in range(rng.randint(1, 30))
+    ]
+    best = max(
+        sum(int(np.prod(s)) for p, s in items if set(pools[p]) <= set(ranks)) / n
+        for n in range(1, world + 1)
+        for ranks in itertools.combinations(range(world), n)
+    )
+    assert sent_by_rank([list(p) for p in pools], items, world).max() <= 1.05 * best
+
+
+def test_same_host_holders_come_first():
+    pools = Pools(np.array([0, 4, 6]), np.array([0, 1, 2, 3, 0, 2]))
+    host = np.array([7, 7, 8, 9])
+    narrowed = same_host_first(pools, np.array([0, 0, 0, 0, 1, 1]), np.array([7, 8, 9, 5, 8, 9]), host)
+    made = []
+    for item in range(6):
+        start = narrowed.pools.start[narrowed.pool[item] : narrowed.pool[item] + 2]
+        ranks = narrowed.pools.rank[start[0] : start[1]].tolist()
+        old = narrowed.member[narrowed.first[item] :][: len(ranks)].tolist()
+        made.append((ranks, old))
+    assert made == [
+        ([0, 1], [0, 1]),
+        ([2], [2]),
+        ([3], [3]),
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([2], [1]),
+        ([0, 2], [0, 1]),
+    ]

@@ -219,11 +219,12 @@ class _SideReader:
         return row, offset, size, slot
 
 
-def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float) -> dict[str, Any]:
-    """A plan as the JSON object that `weightcast plan --json` prints. Regions index the ranks' lists in the bundle."""
+def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float, *, operations: bool = True) -> dict[str, Any]:
+    """A plan as the JSON object that `weightcast plan --json` prints. Regions index the ranks' lists in the bundle, so
+    without a bundle there are no `operations` to print."""
     o = plan.operations
-    ndim = plan.tensors.ndim[o.tensor].tolist()
-    columns = [getattr(o, name).tolist() for name in o.__slots__]
+    ndim = plan.tensors.ndim[o.tensor].tolist() if operations else []
+    columns = [getattr(o, name).tolist() for name in o.__slots__] if operations else []
     return {
         "ops": [_operation(plan, *row) for row in zip(*columns, ndim, strict=True)],
         "summary": {

@@ -24,6 +24,7 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import RegionTable
 from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
 from weightcast.transfer.regions import intersect, overlaps
+from weightcast.transfer.relay_invariants import check_relays
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.tiling import box_text, outside, region_rows, tiling_fault
 
@@ -44,6 +45,7 @@ def check_joined(plan: TransferPlan, pair: Pair) -> None:
     for index, side in enumerate(pair.instances):
         mine = np.flatnonzero(plan.operations.instance == index)
         _Instance(plan, pair, index, side, plan.operations.take(mine)).check()
+    check_relays(plan, pair)
     check_digests(plan, pair)
 
 
@@ -160,7 +162,7 @@ class _Instance:
             )
 
     def _copies_of_received(self) -> None:
-        """What a copy or relay reads was sent to that rank, not made by another copy: no copy waits for a copy."""
+        """What a copy reads was received by that rank, not made by another copy: no copy waits for a copy."""
         o = self.o
         copies = np.flatnonzero(o.kind == Kind.COPY)
         if copies.size:
@@ -169,23 +171,6 @@ class _Instance:
             reader = intersect((source, *boxes), (self.row[copies], *boxes))[0]
             if reader.size:
                 self._fail(int(copies[reader[0]]), "reads what that region does not receive but copies itself")
-        if (o.kind == Kind.RELAY).any():
-            self._relays_of_sent()
-
-    def _relays_of_sent(self) -> None:
-        everything = self.plan.operations
-        for index in np.unique(self.o.src_instance[self.o.kind == Kind.RELAY]).tolist():
-            side = self.pair.instances[index]
-            relays = np.flatnonzero((self.o.kind == Kind.RELAY) & (self.o.src_instance == index))
-            unsent = everything.take(np.flatnonzero((everything.instance == index) & (everything.kind != Kind.SEND)))
-            source = region_rows(side, self.o.src_rank[relays], self.o.src_region[relays])[0]
-            target = region_rows(side, unsent.dst_rank, unsent.dst_region)[0]
-            reader = intersect(
-                (source, np.take(self.o.offset, relays, axis=0), np.take(self.o.size, relays, axis=0)),
-                (target, unsent.offset, unsent.size),
-            )[0]
-            if reader.size:
-                self._fail(int(relays[reader[0]]), "passes on what the trainer did not send there")
 
     def _received_once(self) -> None:
         o = self.o

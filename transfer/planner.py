@@ -18,8 +18,10 @@ from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import IntArray, RegionTable
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan
 from weightcast.transfer.regions import Cells, decompose, intersect
+from weightcast.transfer.routing import Needs, Routes, route
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, deal, find_sources
+from weightcast.transfer.topology import Hosts, Topology
 
 __all__ = ["plan_transfer"]
 
@@ -31,18 +33,23 @@ def plan_transfer(
     check: bool = True,
     required: Collection[str] = (),
     left_out: Mapping[str, Collection[str]] | None = None,
+    hosts: Hosts | None = None,
+    topology: Topology | None = None,
 ) -> TransferPlan:
     """Who sends which box to whom, who copies what, and what each rank digests.
 
     `trainer[i]` is the table of trainer rank i, `instances[name][i]` that of rank i of an instance. Each instance must
     hold the whole of every tensor that it holds part of, and of those in `required` but for the ones in
     `left_out[name]`; the trainer must hold all that some instance holds. `check` also proves the invariants of the
-    finished plan.
+    finished plan. With `hosts` a rank gets what it can from trainer ranks on its own host; with a `topology` as well,
+    ranks of the instances pass on to each other what they receive alike where its cost model finds that faster.
 
     Raises LayoutError where tables contradict each other, CoverageError where something is missing (named in compact
     ranges), and PlanError if the plan were wrong.
     """
     pair = join_sides(trainer, instances)
+    if hosts is not None:
+        hosts.require([side.world for side in (pair.trainer, *pair.instances)])
     label = _Label(pair)
     sources = find_sources(pair.trainer, label)
     classes: dict[tuple[str, ...], _Receives] = {}
@@ -64,7 +71,7 @@ def plan_transfer(
         instance_world=tuple(side.world for side in pair.instances),
         trainer_fingerprints=pair.trainer.fingerprints,
         instance_fingerprints=tuple(side.fingerprints for side in pair.instances),
-        operations=_operations(pair, sources, receives),
+        operations=_operations(pair, sources, receives, hosts, topology),
         digests=_digests(pair, sources, list(by_name.values())),
     )
     if check:
@@ -143,36 +150,44 @@ def _receive(side: Side, cells: Cells, tensors: int, label: _Label) -> _Receives
     )
 
 
-def _operations(pair: Pair, sources: Sources, receives: list[_Receives]) -> Operations:
-    """Sends from chosen holders, and copies, in the order of the plan."""
-    tensor = [sources.cells.key[part.cell] for part in receives]
-    weight = [
-        volumes(part.size) * ITEMSIZE[side.dtype[rows]]
-        for part, side, rows in zip(receives, pair.instances, tensor, strict=True)
-    ]
+def _operations(
+    pair: Pair, sources: Sources, receives: list[_Receives], hosts: Hosts | None, topology: Topology | None
+) -> Operations:
+    """Sends from chosen holders, relays and copies, in the order of the plan."""
     cell = np.concatenate([part.cell for part in receives])
-    entry = sources.start[cell] + deal(sources.pools, sources.pool[cell], np.concatenate(weight), pair.trainer.world)
-    parts, done = [], 0
-    for index, (part, rows) in enumerate(zip(receives, tensor, strict=True)):
-        chosen = entry[done : done + part.cell.shape[0]]
-        done += part.cell.shape[0]
-        parts.append(_of_instance(index, part, rows, sources.rank[chosen], sources.region[chosen]))
+    count = [part.cell.shape[0] for part in receives]
+    dtype = [side.dtype[sources.cells.key[part.cell]] for part, side in zip(receives, pair.instances, strict=True)]
+    rank, region, offset, size = (
+        np.concatenate([getattr(part, name) for part in receives]) for name in ("rank", "region", "offset", "size")
+    )
+    instance = np.repeat(np.arange(len(receives), dtype=np.int64), count)
+    code = np.concatenate(dtype)
+    needs = Needs(cell, instance, rank, region, offset, size, code, ITEMSIZE[code])
+    routes = route(sources, needs, pair.trainer.world, hosts, topology)
+    tensor = sources.cells.key[cell]
+    bounds = np.searchsorted(instance[routes.need], np.arange(len(receives) + 1))
+    parts = [
+        _of_instance(index, part, needs, tensor, routes, slice(int(bounds[index]), int(bounds[index + 1])))
+        for index, part in enumerate(receives)
+    ]
     return Operations(*(np.concatenate([getattr(part, name) for part in parts]) for name in Operations.__slots__))
 
 
-def _of_instance(index: int, part: _Receives, tensor: IntArray, src_rank: IntArray, src_region: IntArray) -> Operations:
-    sends, copies = tensor.shape[0], part.copy_rank.shape[0]
+def _of_instance(
+    index: int, part: _Receives, needs: Needs, tensor: IntArray, routes: Routes, mine: slice
+) -> Operations:
+    need, copies = routes.need[mine], part.copy_rank.shape[0]
     operations = Operations(
-        kind=np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copies]),
-        tensor=np.concatenate([tensor, part.copy_tensor]),
-        src_instance=np.repeat(np.array([TRAINER, index], dtype=np.int64), [sends, copies]),
-        src_rank=np.concatenate([src_rank, part.copy_rank]),
-        src_region=np.concatenate([src_region, part.copy_source]),
-        instance=np.full(sends + copies, index, dtype=np.int64),
-        dst_rank=np.concatenate([part.rank, part.copy_rank]),
-        dst_region=np.concatenate([part.region, part.copy_region]),
-        offset=np.concatenate([part.offset, part.copy_offset]),
-        size=np.concatenate([part.size, part.copy_size]),
+        kind=np.concatenate([routes.kind[mine], np.full(copies, Kind.COPY, dtype=np.int64)]),
+        tensor=np.concatenate([tensor[need], part.copy_tensor]),
+        src_instance=np.concatenate([routes.src_instance[mine], np.full(copies, index, dtype=np.int64)]),
+        src_rank=np.concatenate([routes.src_rank[mine], part.copy_rank]),
+        src_region=np.concatenate([routes.src_region[mine], part.copy_source]),
+        instance=np.full(need.shape[0] + copies, index, dtype=np.int64),
+        dst_rank=np.concatenate([needs.rank[need], part.copy_rank]),
+        dst_region=np.concatenate([needs.region[need], part.copy_region]),
+        offset=np.concatenate([routes.offset[mine], part.copy_offset]),
+        size=np.concatenate([routes.size[mine], part.copy_size]),
     )
     o = operations
     order, _ = lex_sort([o.dst_rank, o.kind, o.src_rank, o.tensor, *o.offset.T, o.dst_region])

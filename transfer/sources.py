@@ -1,5 +1,5 @@
 """Which trainer rank sends what: cells of the trainer, who holds them, and a choice that keeps the busiest rank's load
-low."""
+low. `balance` says how low it can be; here whole boxes are dealt, and cut where whole ones are too large for that."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from weightcast.transfer.columns import lex_sort, ranges, starts_of
+from weightcast.transfer.balance import FloatArray, Pools, Wave, level, water_fill, waves
+from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.regions import Cells, decompose
 from weightcast.transfer.sides import Side
 
-__all__ = ["Pools", "Sources", "deal", "find_sources", "pool_sets"]
+__all__ = ["Dealt", "Pools", "Sources", "deal", "deal_boxes", "find_sources", "pool_sets", "same_host_first"]
 
 _EXACT_SIZES = 64
 """Up to so many distinct weights in a pool are dealt each on its own; more are taken together by powers of two."""
 
+_ENOUGH = 1.03
+"""Boxes are cut when dealing whole ones leaves the busiest rank more than so many times the best possible."""
 
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """Distinct sets of ranks. Set i is `rank[start[i]:start[i + 1]]`, ascending."""
-
-    start: IntArray
-    rank: IntArray
-
-    def __len__(self) -> int:
-        return int(self.start.shape[0]) - 1
+_FINE = 64
+"""A box is cut along its first dimension of at least so many indices, else along its longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,49 +85,240 @@ def pool_sets(start: IntArray, member: IntArray) -> tuple[IntArray, Pools]:
     return pool, Pools(np.concatenate(starts), np.concatenate(members))
 
 
-def deal(pools: Pools, pool: IntArray, weight: IntArray, world: int) -> IntArray:
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """Pools with fewer members, by item: member i of the new pool of an item is member `member[first[item] + i]` of its
+    old one."""
+
+    pools: Pools
+    pool: IntArray
+    first: IntArray
+    member: IntArray
+
+
+def same_host_first(pools: Pools, pool: IntArray, item_host: IntArray, rank_host: IntArray) -> Narrowed:
+    """Leaves to each item only those members of its pool that are on its host, where there are any.
+
+    `pool` and `item_host` are (n,), `rank_host` (world,).
+    """
+    order, begins = lex_sort([pool, item_host])
+    kind = np.empty(pool.shape[0], dtype=np.int64)
+    kind[order] = np.cumsum(begins) - 1
+    heads = order[begins]
+    count = np.diff(pools.start)[pool[heads]]
+    edge = ranges(pools.start[pool[heads]], count)
+    of = np.repeat(np.arange(heads.shape[0], dtype=np.int64), count)
+    near = rank_host[pools.rank[edge]] == item_host[heads][of]
+    some = np.bincount(of[near], minlength=heads.shape[0]) > 0
+    kept = near | ~some[of]
+    start = np.append(0, np.cumsum(np.bincount(of[kept], minlength=heads.shape[0])))
+    number, narrowed = pool_sets(start, pools.rank[edge[kept]])
+    return Narrowed(narrowed, number[kind], start[kind], (edge - pools.start[pool[heads]][of])[kept])
+
+
+def deal(pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None = None) -> IntArray:
     """Chooses a member of its pool for each item: its index in the pool (n,). Deterministic.
 
-    `pool` (n,) is each item's pool, `weight` (n,) its bytes, > 0. Pools are served in order: those with fewer members
-    first, because they have the least choice. Within a pool heavy items come first; items of one weight are dealt in
-    contiguous runs, in their given order, such that the loads of the members rise to one level. So neighbours get one
-    source, and what is far apart (equal boxes of different instances) gets different ones.
+    `pool` (n,) is each item's pool, `weight` (n,) its bytes, > 0; `fixed` (world,) is what ranks have anyway. Within a
+    pool heavy items come first; items of one weight are dealt in contiguous runs, in their given order, such that the
+    loads rise to the level that is best for all pools together. So neighbours get one source, and what is far apart
+    (equal boxes of different instances) gets different ones.
     """
-    choice = np.zeros(pool.shape[0], dtype=np.int64)
-    members = np.diff(pools.start)
-    free = members[pool] > 1
-    load = np.bincount(pools.rank[pools.start[pool[~free]]], weights=weight[~free], minlength=world)
-    items = np.flatnonzero(free)
-    if not items.size:
+    return _Dealer(pools, pool, weight, world, fixed).whole()
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Boxes with a source each, in the order of the items that they are or are parts of.
+
+    `item` (m,), `choice` (m,) the index in the item's pool, `offset` and `size` (m, D).
+    """
+
+    item: IntArray
+    choice: IntArray
+    offset: IntArray
+    size: IntArray
+
+
+def deal_boxes(pools: Pools, pool: IntArray, boxes: tuple[IntArray, IntArray], itemsize: IntArray, world: int) -> Dealt:
+    """Like `deal`, and cuts boxes between members where whole ones leave some rank much more than its share.
+
+    `boxes` are offset and size (n, D), `itemsize` (n,) the bytes of an element.
+    """
+    offset, size = boxes
+    dealer = _Dealer(pools, pool, volumes(size) * itemsize, world, None)
+    choice = dealer.whole()
+    whole = Dealt(np.arange(pool.shape[0], dtype=np.int64), choice, offset, size)
+    if dealer.busiest(whole.item, choice, dealer.weight) <= _ENOUGH * dealer.bound:
+        return whole
+    item, choice, begin, end = dealer.cut(size)
+    dim = _cut_dim(size)
+    rows = np.arange(item.shape[0]), dim[item]
+    part_offset, part_size = np.take(offset, item, axis=0), np.take(size, item, axis=0)
+    part_offset[rows] += begin
+    part_size[rows] = end - begin
+    made = Dealt(item, choice, part_offset, part_size)
+    better = dealer.busiest(item, choice, volumes(part_size) * itemsize[item])
+    return made if better < dealer.busiest(whole.item, whole.choice, dealer.weight) else whole
+
+
+def _cut_dim(size: IntArray) -> IntArray:
+    long = size >= _FINE
+    return np.asarray(np.where(long.any(axis=1), long.argmax(axis=1), size.argmax(axis=1)))
+
+
+class _Dealer:
+    """Items to be dealt, and the level to deal them to."""
+
+    def __init__(self, pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None) -> None:
+        self.pools, self.pool, self.weight, self.world = pools, pool, weight.astype(np.float64), world
+        self._fixed = np.zeros(world) if fixed is None else fixed
+        self._total: FloatArray = np.bincount(pool, weights=self.weight, minlength=len(pools)).astype(np.float64)
+        self._share, self.bound = level(pools, self._total, world, self._fixed)
+
+    def busiest(self, item: IntArray, choice: IntArray, weight: npt.NDArray[np.generic]) -> float:
+        """The largest load when parts of items go to these members."""
+        rank = self.pools.rank[self.pools.start[self.pool[item]] + choice]
+        return float((self._fixed + np.bincount(rank, weights=weight, minlength=self.world)).max(initial=0.0))
+
+    def whole(self) -> IntArray:
+        """A member for each item."""
+        pools, choice = self.pools, np.zeros(self.pool.shape[0], dtype=np.int64)
+        order = list(waves(pools, self._total > 0))
+        if not order:
+            return choice
+        # What a rank has at the end if all that is still to be dealt goes as shared out.
+        load = self._fixed + np.bincount(pools.rank, weights=self._share, minlength=self.world)
+        batches = _Batches(pools, order, self.pool, self.weight)
+        for wave, turns in zip(order, batches.turns, strict=True):
+            for turn in range(turns):
+                some, items, start, weight = batches.take(turn, wave)
+                sub = _some(wave, some)
+                ranks = pools.rank[sub.edge]
+                part = weight / self._total[sub.pool]
+                count = np.diff(sub.start)
+                # The rest of the pool's bytes stay shared out; this batch is dealt anew, which mends earlier roundings.
+                load[ranks] -= self._share[sub.edge] * np.repeat(part, count)
+                room = water_fill(weight, sub.start, load[ranks])
+                chosen = _runs(self.weight[items], start, room, sub.start)
+                choice[items] = chosen - np.repeat(sub.start[:-1], np.diff(start))
+                load[ranks] += np.bincount(chosen, weights=self.weight[items], minlength=ranks.shape[0])
         return choice
-    lightness = _classes(pool[items], weight[items])
-    order, begins = lex_sort([pool[items], lightness])
-    items = items[order]
-    bounds = starts_of(begins)
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        part = items[begin:end]
-        which = int(pool[part[0]])
-        ranks = pools.rank[pools.start[which] : pools.start[which + 1]]
-        choice[part], load[ranks] = _fill(weight[part].astype(np.float64), load[ranks])
-    return choice
+
+    def cut(self, size: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Deals each pool's items in their order in exact shares: item, member, and the indices begin..end of the
+        dimension in which the item's box is cut."""
+        pools = self.pools
+        order, _ = lex_sort([self.pool])
+        weight = self.weight[order]
+        first = pools.start[self.pool[order]]
+        last = pools.start[self.pool[order] + 1] - 1
+        # Shares of a pool add up to its items, so that one running sum places items and shares of all pools alike; the
+        # sums are taken per pool, because rounding would carry a large pool's error into a small one.
+        end = _running(weight, self.pool[order], self._total)
+        begin = end - weight
+        edge_pool = np.repeat(np.arange(len(pools), dtype=np.int64), np.diff(pools.start))
+        edge_end = _running(self._share, edge_pool, self._total)
+        crowd = np.bincount(pools.rank, weights=self._share > 0, minlength=self.world).max()
+        least = 0.02 * self.bound / max(crowd, 1.0)
+        low = np.clip(np.searchsorted(edge_end, begin + np.minimum(least, weight / 2), side="left"), first, last)
+        high = np.clip(np.searchsorted(edge_end, end - np.minimum(least, weight / 2), side="left"), low, last)
+        middle = np.clip(np.searchsorted(edge_end, end - weight / 2, side="left"), first, last)
+        low, high = np.where(weight > least, low, middle), np.where(weight > least, high, middle)
+        parts = high - low + 1
+        edge = ranges(low, parts)
+        row = np.repeat(np.arange(order.shape[0], dtype=np.int64), parts)
+        item = order[row]
+        extent = size[item, _cut_dim(size)[item]]
+        to = np.rint((edge_end[edge] - begin[row]) / weight[row] * extent).astype(np.int64)
+        to = np.where(edge == high[row], extent, np.clip(to, 0, extent))
+        since = np.where(edge == low[row], 0, np.append(0, to[:-1]))
+        kept = np.flatnonzero(to > since)
+        back, _ = lex_sort([item[kept], edge[kept]])
+        kept = kept[back]
+        return item[kept], edge[kept] - pools.start[self.pool[item[kept]]], since[kept], to[kept]
+
+
+def _running(weight: FloatArray, group: IntArray, total: FloatArray) -> FloatArray:
+    """Running sums in rows sorted by group, every group beginning at the sum of the totals before it."""
+    sums = np.cumsum(weight)
+    base = np.append(0.0, np.cumsum(total))[:-1]
+    first = np.searchsorted(group, np.arange(total.shape[0]))
+    before = np.append(0.0, sums)[first]
+    running: FloatArray = sums - before[group] + base[group]
+    return running
+
+
+def _some(wave: Wave, some: IntArray) -> Wave:
+    """Only these pools of a wave."""
+    if some.shape[0] == wave.pool.shape[0]:
+        return wave
+    count = np.diff(wave.start)[some]
+    return Wave(wave.pool[some], np.append(0, np.cumsum(count)), wave.edge[ranges(wave.start[:-1][some], count)])
+
+
+def _runs(weight: FloatArray, start: IntArray, room: FloatArray, room_start: IntArray) -> IntArray:
+    """Deals groups of items in contiguous runs over rooms as large together as the group: the room of each item.
+
+    Group i has items `start[i]..start[i + 1] - 1` and the rooms `room_start[i]..room_start[i + 1] - 1`.
+    """
+    group = np.repeat(np.arange(start.shape[0] - 1), np.diff(start))
+    room_group = np.repeat(np.arange(start.shape[0] - 1), np.diff(room_start))
+    total: FloatArray = np.add.reduceat(weight, start[:-1])
+    ends = _running(room, room_group, total)
+    # An item goes to the room in which its middle lies; rounding may put the last one past the end.
+    chosen = np.searchsorted(ends, _running(weight, group, total) - weight / 2)
+    has = np.where(room > 0, np.arange(room.shape[0]), -1)
+    return np.clip(chosen, room_start[:-1][group], np.maximum.reduceat(has, room_start[:-1])[group])
+
+
+class _Batches:
+    """Items by wave, weight class and pool: the order in which they are dealt."""
+
+    def __init__(self, pools: Pools, order: list[Wave], pool: IntArray, weight: FloatArray) -> None:
+        place = np.full(len(pools), -1, dtype=np.int64)
+        wave_of = np.zeros(len(pools), dtype=np.int64)
+        for number, wave in enumerate(order):
+            place[wave.pool] = np.arange(wave.pool.shape[0])
+            wave_of[wave.pool] = number
+        items = np.flatnonzero(place[pool] >= 0)
+        lightness = _classes(pool[items], weight[items].astype(np.int64))
+        rows, begins = lex_sort([pool[items], lightness])
+        # The classes of a pool in turn: the first of each is turn 0.
+        heads = np.flatnonzero(begins)
+        of_head = pool[items[rows[heads]]]
+        first = np.searchsorted(of_head, of_head)
+        turn_of_head = np.arange(heads.shape[0]) - first
+        turn = np.empty(items.shape[0], dtype=np.int64)
+        turn[rows] = turn_of_head[np.cumsum(begins) - 1]
+        which = pool[items]
+        rows, begins = lex_sort([wave_of[which], turn, place[which]])
+        self._items, self._weight = items[rows], weight
+        self._start = np.append(np.flatnonzero(begins), rows.shape[0])
+        heads = rows[begins]
+        self._place = place[which[heads]]
+        self._key = wave_of[which[heads]] * (int(turn.max(initial=0)) + 1) + turn[heads]
+        self._stride = int(turn.max(initial=0)) + 1
+        self._wave = {id(wave): number for number, wave in enumerate(order)}
+        top = np.zeros(len(order), dtype=np.int64)
+        np.maximum.at(top, wave_of[which], turn + 1)
+        self.turns: list[int] = top.tolist()
+
+    def take(self, turn: int, wave: Wave) -> tuple[IntArray, IntArray, IntArray, FloatArray]:
+        """The pools of the wave (places in it) that have such a class; their items, where each pool's begin, and the
+        pools' weights in this class."""
+        key = self._wave[id(wave)] * self._stride + turn
+        begin, end = np.searchsorted(self._key, [key, key + 1])
+        bounds = self._start[begin : end + 1]
+        items = self._items[bounds[0] : bounds[-1]]
+        start = bounds - bounds[0]
+        return self._place[begin:end], items, start, np.add.reduceat(self._weight[items], start[:-1])
 
 
 def _classes(pool: IntArray, weight: IntArray) -> IntArray:
     """A number that falls as the weight rises: exact where a pool has few distinct weights, else by powers of two."""
     order, begins = lex_sort([pool, weight])
-    distinct = np.bincount(pool[order[begins]], minlength=int(pool.max()) + 1)
+    distinct = np.bincount(pool[order[begins]], minlength=int(pool.max(initial=0)) + 1)
     coarse = distinct[pool] > _EXACT_SIZES
     exponent = np.frexp(weight.astype(np.float64))[1].astype(np.int64)
     return np.where(coarse, -exponent, -weight)
-
-
-def _fill(weight: np.ndarray, load: np.ndarray) -> tuple[IntArray, np.ndarray]:
-    """Water-filling: items in contiguous runs over members whose loads become level; choices and new loads."""
-    total = np.cumsum(weight)
-    lowest = np.sort(load)
-    levels = (total[-1] + np.cumsum(lowest)) / np.arange(1, load.shape[0] + 1)
-    level = levels[int(np.flatnonzero(levels > lowest)[-1])]
-    room = np.cumsum(np.maximum(level - load, 0.0))
-    # An item goes to the member in whose run its middle lies; rounding may put the last one past the end.
-    choice = np.minimum(np.searchsorted(room, total - weight / 2), np.flatnonzero(level > load)[-1])
-    return choice, load + np.bincount(choice, weights=weight, minlength=load.shape[0])

@@ -1,0 +1,139 @@
+"""From whom each rank gets each box that it needs: a trainer rank that holds it, or an inference rank that passes it
+on.
+
+Same-host holders first, loads level (`sources`), relays where the cost model of a topology finds them faster
+(`relays`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.layout import IntArray
+from weightcast.transfer.plan import TRAINER, Kind
+from weightcast.transfer.relays import DIRECT, SHAPES, RelayGroups, depths
+from weightcast.transfer.sources import Dealt, Narrowed, Sources, deal_boxes, same_host_first
+from weightcast.transfer.topology import Hosts, Topology, link_bytes, link_seconds
+
+__all__ = ["Needs", "Routes", "route"]
+
+_WORTH = 0.999
+"""Relays are used if they take at most so much of the time that they would replace; fewer relays are better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Boxes that ranks of instances have to receive, n of them, ordered by instance.
+
+    `cell` the trainer's cell, `instance`, `rank` and `region` where it goes, `offset` and `size` (n, D), `dtype` code
+    and `itemsize` in which it travels.
+    """
+
+    cell: IntArray
+    instance: IntArray
+    rank: IntArray
+    region: IntArray
+    offset: IntArray
+    size: IntArray
+    dtype: IntArray
+    itemsize: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Sends and relays that together fill the needs, m of them, in the order of the needs, all (m,) or (m, D).
+
+    `need` is the row of the needs that the box is all or a part of.
+    """
+
+    need: IntArray
+    kind: IntArray
+    src_instance: IntArray
+    src_rank: IntArray
+    src_region: IntArray
+    offset: IntArray
+    size: IntArray
+
+
+def route(
+    sources: Sources, needs: Needs, world: int, hosts: Hosts | None = None, topology: Topology | None = None
+) -> Routes:
+    """Chooses. `world` counts trainer ranks. Without hosts all holders are equal; relays need a topology and hosts."""
+    router = _Router(sources, needs, world, hosts)
+    if topology is None or hosts is None:
+        return router.routes(np.full(needs.cell.shape[0], DIRECT, dtype=np.int64))
+    return router.best(topology, hosts)
+
+
+class _Router:
+    def __init__(self, sources: Sources, needs: Needs, world: int, hosts: Hosts | None) -> None:
+        self._sources, self._needs, self._world = sources, needs, world
+        self._pools, self._pool = sources.pools, sources.pool[needs.cell]
+        self._narrowed: Narrowed | None = None
+        if hosts is not None:
+            self._number = hosts.number(needs.instance, needs.rank)
+            self._narrowed = same_host_first(self._pools, self._pool, hosts.host[self._number], hosts.host[:world])
+            self._pools, self._pool = self._narrowed.pools, self._narrowed.pool
+
+    def best(self, topology: Topology, hosts: Hosts) -> Routes:
+        """The routes that take the least time; of those about as fast the ones tried first."""
+        n = self._needs
+        volume = n.size.prod(axis=1) * n.itemsize
+        near = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[self._number]
+        scope = np.zeros_like(n.instance) if topology.between_instances else n.instance
+        groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], self._number, hosts.host, volume, near)
+        best: tuple[float, Routes] | None = None
+        tried: list[IntArray] = []
+        for inside, between in SHAPES:
+            parent = groups.parents(inside, between)
+            if any(np.array_equal(parent, other) for other in tried):
+                continue
+            tried.append(parent)
+            routes = self.routes(parent)
+            seconds = self._seconds(routes, topology, hosts) + int(depths(parent).max(initial=0)) * (
+                topology.latency_us * 1e-6
+            )
+            if best is None or seconds < _WORTH * best[0]:
+                best = seconds, routes
+        assert best is not None
+        return best[1]
+
+    def _seconds(self, routes: Routes, topology: Topology, hosts: Hosts) -> float:
+        nbytes = routes.size.prod(axis=1) * self._needs.itemsize[routes.need]
+        source = hosts.number(routes.src_instance, routes.src_rank)
+        loads = link_bytes(hosts, source, self._number[routes.need], nbytes)
+        return float(link_seconds(topology, hosts, loads).max(initial=0.0))
+
+    def routes(self, parent: IntArray) -> Routes:
+        """Sends of the items without a parent, relays of the others."""
+        n = self._needs
+        sent, passed = np.flatnonzero(parent == DIRECT), np.flatnonzero(parent != DIRECT)
+        boxes = (np.take(n.offset, sent, axis=0), np.take(n.size, sent, axis=0))
+        dealt = deal_boxes(self._pools, self._pool[sent], boxes, n.itemsize[sent], self._world)
+        need = sent[dealt.item]
+        entry = self._sources.start[n.cell[need]] + self._member(need, dealt)
+        rank, region = self._sources.rank[entry], self._sources.region[entry]
+        if not passed.size:
+            count = need.shape[0]
+            kind = np.full(count, Kind.SEND, dtype=np.int64)
+            return Routes(need, kind, np.full(count, TRAINER), rank, region, dealt.offset, dealt.size)
+        above = parent[passed]
+        made = Routes(
+            np.concatenate([need, passed]),
+            np.repeat(np.array([Kind.SEND, Kind.RELAY], dtype=np.int64), [need.shape[0], passed.shape[0]]),
+            np.concatenate([np.full(need.shape[0], TRAINER), n.instance[above]]),
+            np.concatenate([rank, n.rank[above]]),
+            np.concatenate([region, n.region[above]]),
+            np.concatenate([dealt.offset, np.take(n.offset, passed, axis=0)]),
+            np.concatenate([dealt.size, np.take(n.size, passed, axis=0)]),
+        )
+        order = np.argsort(made.need, kind="stable")
+        return Routes(*(np.take(getattr(made, name), order, axis=0) for name in Routes.__slots__))
+
+    def _member(self, need: IntArray, dealt: Dealt) -> IntArray:
+        """Which of the holders of the need's cell."""
+        if self._narrowed is None:
+            return dealt.choice
+        return np.asarray(self._narrowed.member[self._narrowed.first[need] + dealt.choice])

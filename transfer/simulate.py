@@ -1,0 +1,199 @@
+"""Predicts how long a plan takes on a topology, says what it waits for, and how long any plan would take at least.
+
+The cost model is that of `topology`. It knows bytes and links, no software: it says what the machine allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.balance import FloatArray, level
+from weightcast.transfer.columns import ranges, volumes
+from weightcast.transfer.dtypes import ITEMSIZE
+from weightcast.transfer.layout import IntArray, RegionTable
+from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
+from weightcast.transfer.regions import decompose, intersect
+from weightcast.transfer.sides import Pair, join_sides
+from weightcast.transfer.sources import find_sources
+from weightcast.transfer.topology import LINK_NAMES, Hosts, Topology, link_bytes, link_seconds
+
+__all__ = ["Bound", "Simulation", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A time below which no plan can be, and what for."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Ranks are numbered over the pair, the trainer's first.
+
+    `labels` name them; `nbytes` and `seconds` (5, ranks) are per link, `rank_seconds` (ranks,) is each rank's busiest
+    link with the latency of its hops; `total` is that of the slowest rank `bottleneck`, waiting for `link`. `hops` is
+    the longest chain. `bounds` come largest first.
+    """
+
+    labels: tuple[str, ...]
+    first: IntArray
+    nbytes: FloatArray
+    seconds: FloatArray
+    rank_seconds: FloatArray
+    hops: int
+    bounds: tuple[Bound, ...]
+
+    @property
+    def total(self) -> float:
+        return float(self.rank_seconds.max(initial=0.0))
+
+    @property
+    def bottleneck(self) -> int:
+        return int(self.rank_seconds.argmax())
+
+    @property
+    def link(self) -> str:
+        return LINK_NAMES[int(self.seconds[:, self.bottleneck].argmax())]
+
+    @property
+    def ratio(self) -> float:
+        """Our time by the lower bound."""
+        return self.total / self.bounds[0].seconds if self.bounds[0].seconds else 1.0
+
+
+def simulate(
+    plan: TransferPlan,
+    trainer: Sequence[RegionTable],
+    instances: Mapping[str, Sequence[RegionTable]],
+    hosts: Hosts,
+    topology: Topology,
+) -> Simulation:
+    """Plays a plan for these tables on a topology."""
+    o = plan.operations
+    nbytes = volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]]
+    source, target = hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank)
+    loads = link_bytes(hosts, source, target, nbytes)
+    seconds = link_seconds(topology, hosts, loads)
+    hops = _hops(plan, hosts, target)
+    labels = [f"trainer {rank}" for rank in range(plan.trainer_world)]
+    for name, world in zip(plan.instances, plan.instance_world, strict=True):
+        labels += [f"{name} {rank}" for rank in range(world)]
+    return Simulation(
+        labels=tuple(labels),
+        first=hosts.first,
+        nbytes=loads,
+        seconds=seconds,
+        rank_seconds=seconds.max(axis=0) + hops * topology.latency_us * 1e-6,
+        hops=int(hops.max(initial=0)),
+        bounds=tuple(sorted(_bounds(plan, join_sides(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
+    )
+
+
+def _hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
+    """(ranks,) how many hops away from the trainer the last box of a rank is; 1 for trainer ranks that send."""
+    o = plan.operations
+    depth = np.where(o.kind == Kind.SEND, 1, 0)
+    relays = np.flatnonzero(o.kind == Kind.RELAY)
+    if relays.size:
+        regions = int(max(o.dst_region.max(), o.src_region.max())) + 1
+        written, read = (
+            target * regions + o.dst_region,
+            hosts.number(o.src_instance, o.src_rank) * regions + o.src_region,
+        )
+        writers = np.flatnonzero(np.isin(written, read[relays]) & (o.kind != Kind.COPY))
+        writer, reader, _, _ = intersect(
+            (written[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
+            (read[relays], np.take(o.offset, relays, axis=0), np.take(o.size, relays, axis=0)),
+        )
+        writer, reader = writers[writer], relays[reader]
+        order = np.argsort(writer, kind="stable")
+        start = np.searchsorted(writer[order], np.arange(len(o) + 1))
+        deeper = np.flatnonzero(depth == 1)
+        # Each pass looks only at what is passed on from where the last one went.
+        while deeper.size:
+            count = start[deeper + 1] - start[deeper]
+            after = reader[order[ranges(start[deeper], count)]]
+            np.maximum.at(depth, after, np.repeat(depth[deeper], count) + 1)
+            deeper = np.unique(after)
+    hops = np.zeros(len(hosts), dtype=np.int64)
+    np.maximum.at(hops, target, depth)
+    hops[o.src_rank[o.kind == Kind.SEND]] = 1
+    return hops
+
+
+def _bounds(plan: TransferPlan, pair: Pair, hosts: Hosts, topology: Topology) -> list[Bound]:
+    """What any plan needs whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
+
+    Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
+    """
+    o = plan.operations
+    moved = o.take(np.flatnonzero(o.kind != Kind.COPY))
+    target = hosts.number(moved.instance, moved.dst_rank)
+    code = plan.instance_dtype[moved.instance, moved.tensor]
+    need = np.bincount(target, weights=volumes(moved.size) * ITEMSIZE[code], minlength=len(hosts))
+    per_byte = 8e-9 / topology.nic_gbps
+    _, host = np.unique(hosts.host, return_inverse=True)
+    ranks = np.bincount(host)
+    wide = ranks[host] > 1
+    entry = np.where(wide, topology.nic_gbps + topology.nvlink_gbps, topology.nic_gbps)
+    bounds = [Bound(float((need * 8e-9 / entry).max(initial=0.0)), "what one rank needs, over all its links")]
+    copied = np.bincount(
+        hosts.number(o.instance, o.dst_rank)[o.kind == Kind.COPY],
+        weights=(volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]])[o.kind == Kind.COPY],
+        minlength=len(hosts),
+    )
+    memory = (need + 2 * copied).max(initial=0.0) * 8e-9 / topology.memory_gbps
+    bounds.append(Bound(float(memory), "what one rank writes to its memory"))
+    # Distinct bytes that a host needs, by dtype, less those that a trainer rank on it holds.
+    tensors = len(plan.tensors)
+    dtypes = int(code.max(initial=0)) + 1
+    boxes = decompose((host[target] * dtypes + code) * tensors + moved.tensor, moved.offset, moved.size)
+    cell_host = boxes.key // (dtypes * tensors)
+    cell_bytes = (volumes(boxes.size) * ITEMSIZE[boxes.key // tensors % dtypes]).astype(np.float64)
+    into = np.bincount(cell_host, weights=cell_bytes, minlength=ranks.shape[0])
+    side = pair.trainer
+    home = host[hosts.number(TRAINER, side.rank)]
+    shared = np.isin(home, np.unique(cell_host))
+    if shared.any():
+        held = decompose(home[shared] * tensors + side.tensor[shared], side.offset[shared], side.size[shared])
+        cell, _, _, size = intersect(
+            (cell_host * tensors + boxes.key % tensors, boxes.offset, boxes.size), (held.key, held.offset, held.size)
+        )
+        into -= np.bincount(
+            cell_host[cell], weights=volumes(size) * ITEMSIZE[boxes.key // tensors % dtypes][cell],
+            minlength=ranks.shape[0],
+        )  # fmt: skip
+    receivers = np.zeros(ranks.shape[0], dtype=np.int64)
+    inference = np.arange(len(hosts)) >= plan.trainer_world
+    receivers += np.bincount(host[inference], minlength=ranks.shape[0])
+    nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
+    bounds.append(Bound(float((into / nics).max(initial=0.0)) * per_byte, "what one host needs once, over its NICs"))
+    bounds.append(
+        Bound(_once(moved, code, pair, hosts, topology) * per_byte, "one copy of all, over the trainer's NICs")
+    )
+    return bounds
+
+
+def _once(moved: Operations, code: IntArray, pair: Pair, hosts: Hosts, topology: Topology) -> float:
+    """The least that the busiest NIC of the trainer sends if all that is needed away from it leaves once."""
+    tensors = len(pair.tensors)
+    side = pair.trainer
+    homes = np.unique(hosts.host[: side.world])
+    away = np.flatnonzero(~np.isin(hosts.host[hosts.number(moved.instance, moved.dst_rank)], homes))
+    once = decompose(
+        code[away] * tensors + moved.tensor[away], np.take(moved.offset, away, axis=0),
+        np.take(moved.size, away, axis=0),
+    )  # fmt: skip
+    sources = find_sources(side, str)
+    cells = sources.cells
+    cell, box, _, size = intersect((cells.key, cells.offset, cells.size), (once.key % tensors, once.offset, once.size))
+    weight = volumes(size) * ITEMSIZE[once.key // tensors][box]
+    total = np.bincount(sources.pool[cell], weights=weight, minlength=len(sources.pools)).astype(np.float64)
+    _, busiest = level(sources.pools, total, side.world)
+    # Where ranks share a NIC, the mean over all of them.
+    return float(total.sum()) / homes.shape[0] if topology.nic_per_host else float(busiest)

@@ -1,0 +1,167 @@
+"""Which links a cluster has, which ranks share a host, and how long bytes take: the cost model of relays and of
+`weightcast plan --simulate`.
+
+Bytes between two ranks of one host go over NVLink, others leave by the NIC of one rank and arrive by that of another.
+All links work at once and in both directions, everything overlaps, so a rank takes as long as its busiest link, and an
+update as long as its busiest rank, plus a latency for every hop of the longest chain of relays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from weightcast.transfer.balance import FloatArray
+from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.layout import IntArray
+
+__all__ = ["LINK_NAMES", "Hosts", "Link", "Topology", "link_bytes", "link_seconds", "read_topology"]
+
+
+class Link(IntEnum):
+    """What a rank has, in the order of the rows of `link_bytes`."""
+
+    NIC_OUT = 0
+    NIC_IN = 1
+    NVLINK_OUT = 2
+    NVLINK_IN = 3
+    MEMORY = 4
+
+
+LINK_NAMES = ("NIC out", "NIC in", "NVLink out", "NVLink in", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Speeds of links, in gigabits (10^9 bits) a second, each way; memory reads and writes share theirs.
+
+    A NIC belongs to a rank, or with `nic_per_host` to a host, whose ranks share it. `ranks_per_host` says how ranks are
+    packed on hosts where the layouts name none; with `colocated` the trainer's ranks and the instances' fill the same
+    hosts. `latency_us` is added for each hop. `between_instances` allows relays from one instance to another.
+    """
+
+    nic_gbps: float
+    nvlink_gbps: float = math.inf
+    memory_gbps: float = math.inf
+    latency_us: float = 0.0
+    nic_per_host: bool = False
+    ranks_per_host: int | None = None
+    colocated: bool = False
+    between_instances: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("nic_gbps", "nvlink_gbps", "memory_gbps"):
+            if not getattr(self, name) > 0:
+                raise LayoutError(f"topology: {name} is {getattr(self, name)}, expected a number above 0")
+        if not 0 <= self.latency_us < math.inf:
+            raise LayoutError(f"topology: latency_us is {self.latency_us}, expected a number from 0 on")
+        if self.ranks_per_host is not None and self.ranks_per_host < 1:
+            raise LayoutError(f"topology: ranks_per_host is {self.ranks_per_host}, expected an integer from 1 on")
+
+
+_TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
+
+
+def read_topology(data: bytes) -> Topology:
+    """Decodes a topology: JSON if it begins with a brace, else TOML; its keys are the fields of Topology. Raises
+    LayoutError."""
+    try:
+        text = data.decode()
+        document: Any = json.loads(text) if text.lstrip()[:1] == "{" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"the topology is neither JSON nor TOML: {' '.join(str(error).split())}") from None
+    known = {field.name: _TYPES[str(field.type)] for field in fields(Topology)}
+    for key, value in document.items():
+        if key not in known:
+            raise LayoutError(f"topology: key {key!r} is not known; known are {', '.join(known)}")
+        if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
+            raise LayoutError(f"topology: {key} is {value!r}, expected {' or '.join(t.__name__ for t in known[key])}")
+    if "nic_gbps" not in document:
+        raise LayoutError("topology: 'nic_gbps' is missing")
+    return Topology(**document)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The host of every rank of a pair: `host` (ranks,), equal for ranks on one machine.
+
+    The trainer's ranks come first, then those of each instance; `first` (instances + 2,) says where each side begins.
+    """
+
+    host: IntArray
+    first: IntArray
+
+    @classmethod
+    def by_name(cls, trainer: Sequence[str], instances: Sequence[Sequence[str]]) -> Hosts:
+        """From host names by rank; a rank whose name is empty is alone on a host."""
+        numbers: dict[str, int] = {}
+        sides = [trainer, *instances]
+        names = [name for side in sides for name in side]
+        host = [numbers.setdefault(name, len(numbers)) if name else len(names) + i for i, name in enumerate(names)]
+        return cls(np.array(host, dtype=np.int64), _first([len(side) for side in sides]))
+
+    @classmethod
+    def packed(cls, worlds: Sequence[int], ranks_per_host: int, *, colocated: bool = False) -> Hosts:
+        """`worlds` are the ranks of the trainer and of each instance. The trainer fills hosts of its own, or with
+        `colocated` those of the instances; the instances' ranks follow one another."""
+        trainer, ranks = worlds[0], sum(worlds[1:])
+        own = np.arange(trainer, dtype=np.int64) // ranks_per_host
+        shift = 0 if colocated else -(-trainer // ranks_per_host)
+        return cls(np.concatenate([own, np.arange(ranks, dtype=np.int64) // ranks_per_host + shift]), _first(worlds))
+
+    def __len__(self) -> int:
+        return int(self.host.shape[0])
+
+    def number(self, instance: IntArray | int, rank: IntArray) -> IntArray:
+        """The number of a rank among all of the pair; instance -1 is the trainer."""
+        return np.asarray(self.first[np.asarray(instance) + 1] + rank)
+
+    def require(self, worlds: Sequence[int]) -> None:
+        """Raises LayoutError if these are not the hosts of a pair with so many ranks a side."""
+        if not np.array_equal(self.first, _first(worlds)):
+            raise LayoutError(
+                f"hosts are given for {np.diff(self.first).tolist()} ranks (trainer, instances), but the sides have "
+                f"{list(worlds)}"
+            )
+
+
+def _first(worlds: Sequence[int]) -> IntArray:
+    return np.append(0, np.cumsum(np.array(worlds, dtype=np.int64)))
+
+
+def link_bytes(hosts: Hosts, source: IntArray, target: IntArray, nbytes: IntArray) -> FloatArray:
+    """(5, ranks) bytes over each link of each rank when flow i moves `nbytes[i]` from rank `source[i]` to `target[i]`.
+
+    A flow from a rank to itself is a copy, which reads and writes its memory.
+    """
+    near = hosts.host[source] == hosts.host[target]
+    copied = source == target
+    loads = np.zeros((len(Link), len(hosts)))
+
+    def count(rank: IntArray, some: np.ndarray) -> FloatArray:
+        return np.bincount(rank[some], weights=nbytes[some], minlength=len(hosts)).astype(np.float64)
+
+    loads[Link.NIC_OUT], loads[Link.NIC_IN] = count(source, ~near), count(target, ~near)
+    loads[Link.NVLINK_OUT], loads[Link.NVLINK_IN] = count(source, near & ~copied), count(target, near & ~copied)
+    loads[Link.MEMORY] = loads[:4].sum(axis=0) + 2 * count(source, copied)
+    return loads
+
+
+def link_seconds(topology: Topology, hosts: Hosts, loads: FloatArray) -> FloatArray:
+    """(5, ranks) how long each link is busy."""
+    used = loads
+    if topology.nic_per_host:
+        used = loads.copy()
+        _, host = np.unique(hosts.host, return_inverse=True)
+        for link in (Link.NIC_OUT, Link.NIC_IN):
+            used[link] = np.bincount(host, weights=loads[link])[host]
+    speed = np.array([topology.nic_gbps] * 2 + [topology.nvlink_gbps] * 2 + [topology.memory_gbps])
+    seconds: FloatArray = used * 8e-9 / speed[:, None]
+    return seconds
