@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.transfer.columns import lex_sort, ranges, volumes
+from weightcast.transfer.columns import lex_sort, ranges
 from weightcast.transfer.coverage import require_cover
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
@@ -20,7 +20,7 @@ from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, Tran
 from weightcast.transfer.regions import Cells, decompose, intersect
 from weightcast.transfer.routing import Needs, Routes, route
 from weightcast.transfer.sides import Pair, Side, join_sides
-from weightcast.transfer.sources import Sources, deal, find_sources
+from weightcast.transfer.sources import Sources, find_sources
 from weightcast.transfer.topology import Hosts, Topology
 
 __all__ = ["plan_transfer"]
