@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 
 if TYPE_CHECKING:
-    from weightcast.gateway.worker import InstanceWorker
+    from weightcast.gateway.instance_worker import InstanceWorker
 
 __all__ = ["GATEWAY_VARIABLE", "register"]
 
@@ -152,7 +152,7 @@ def _init_group(original: Callable[..., Any], manager: Any, request: Any) -> Any
 def _connect(manager: Any, request: Any) -> str:
     # Imported at use: SGLang loads plugins in all of its processes, and this is needed in the schedulers alone.
     from weightcast.adapters.sglang import SglangSink
-    from weightcast.gateway.worker import InstanceWorker
+    from weightcast.gateway.instance_worker import InstanceWorker
 
     parts = request.group_name.split("/")
     if len(parts) != 4 or not parts[3].isdecimal():

@@ -15,7 +15,7 @@ import time
 import torch
 
 from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.worker import InstanceWorker
+from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.transfer.layout import LayoutBuilder, RankLayout
 from weightcast.transfer.placement import RankPlacement
 

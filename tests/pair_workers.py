@@ -15,7 +15,8 @@ import torch
 from plain_support import Piece, PlainSink
 
 from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.worker import InstanceWorker, TrainerWorker
+from weightcast.gateway.instance_worker import InstanceWorker
+from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement

@@ -24,6 +24,8 @@ NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs", "requirements", "sgl_k
 # Modules that may import torch when they are imported; every other module must work where torch is not installed.
 NEED_TORCH = (
     "weightcast.adapters",
+    "weightcast.gateway.instance_worker",
+    "weightcast.gateway.membership",
     "weightcast.gateway.worker",
     "weightcast.transfer.casting",
     "weightcast.transfer.digest",
