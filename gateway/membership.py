@@ -1,4 +1,4 @@
-"""What both sides of a pair share: how long a rank waits, its place in a communicator, what it reports of its memory."""
+"""What both sides of a pair share: how long a rank waits, its place in a communicator, its reports of its memory."""
 
 from __future__ import annotations
 
