@@ -35,6 +35,9 @@ def stable_order(key: IntArray, extent: int) -> IntArray:
     n = key.shape[0]
     if n == 0 or bool((key[1:] >= key[:-1]).all()):
         return np.arange(n, dtype=np.int64)
+    if extent <= 1 << 16:
+        # Sorted by radix.
+        return np.argsort(key.astype(np.uint16), kind="stable").astype(np.int64)
     bits = n.bit_length()
     if extent << bits > _LIMIT:
         return np.argsort(key, kind="stable").astype(np.int64)

@@ -1,27 +1,34 @@
 """Makes a transfer plan from the tables of both sides. Pure: no torch, no I/O, equal input gives an equal plan.
 
-How, and why so: docs/architecture.md, "How a plan is made".
+How, and why so: docs/architecture.md, "How a plan is made". `weightcast.transfer.replan` makes plans one after the other
+and keeps what did not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightcast.transfer.columns import lex_sort, ranges, volumes
+from weightcast.transfer.binding import Receives, bind, cells_of, digest_rows
+from weightcast.transfer.columns import lex_sort, volumes
 from weightcast.transfer.coverage import require_cover
+from weightcast.transfer.dealing import Expected, FloatArray, deal_blocks, others_load, shared_pools, water_level
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.invariants import check_joined
-from weightcast.transfer.layout import IntArray, RegionTable
-from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan
-from weightcast.transfer.regions import Cells, decompose, intersect
+from weightcast.transfer.layout import NO_SLOT, IntArray, RegionTable
+from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan, join_rows
+from weightcast.transfer.regions import Cells
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, deal, find_sources
 
-__all__ = ["plan_transfer"]
+__all__ = ["Label", "Made", "balanced", "expect", "instance_operations", "loads_of", "make_plan", "plan_transfer"]
+
+_BALANCED = 1.02
+"""Blocks dealt by themselves are kept if the busiest trainer rank has at most so many times the load of bytes shared
+out in fractions."""
 
 
 def plan_transfer(
@@ -42,20 +49,59 @@ def plan_transfer(
     Raises LayoutError where tables contradict each other, CoverageError where something is missing (named in compact
     ranges), and PlanError if the plan were wrong.
     """
+    return make_plan(trainer, instances, check=check, required=required, left_out=left_out).plan
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and what a plan for changed tables can take from it.
+
+    A block is one layer of one instance; block `instance * layers + layer` has a row in each of `expected` (what no map
+    changes), `others` (the load from other blocks beside which it is dealt), `asked` (blocks, pools) and `sent`
+    (blocks, world), the bytes that it really takes from each pool and rank. `cell_start[instance]` (layers + 1,) are
+    the numbers of the instance's first digest cell of each layer. Where blocks are not `balanced`, all were dealt
+    together.
+    """
+
+    pair: Pair
+    sources: Sources
+    plan: TransferPlan
+    expected: Expected
+    others: FloatArray
+    asked: FloatArray
+    sent: FloatArray
+    cell_start: tuple[IntArray, ...]
+    balanced: bool
+
+
+def make_plan(
+    trainer: Sequence[RegionTable],
+    instances: Mapping[str, Sequence[RegionTable]],
+    *,
+    check: bool = True,
+    required: Collection[str] = (),
+    left_out: Mapping[str, Collection[str]] | None = None,
+) -> Made:
+    """plan_transfer, with what it worked out on the way."""
     pair = join_sides(trainer, instances)
-    label = _Label(pair)
+    label = Label(pair)
     sources = find_sources(pair.trainer, label)
-    classes: dict[tuple[str, ...], _Receives] = {}
     cells: dict[tuple[str, ...], Cells] = {}
     for side in pair.instances:
         if side.fingerprints not in cells:
-            cells[side.fingerprints] = decompose(side.tensor, side.offset, side.size, label)
-    by_name = {side.name: cells[side.fingerprints] for side in pair.instances}
+            cells[side.fingerprints] = cells_of(side, None, label)
+    own = [cells[side.fingerprints] for side in pair.instances]
+    by_name = {side.name: one for side, one in zip(pair.instances, own, strict=True)}
     require_cover(pair.tensors, sources.cells, by_name, _required(pair, required, left_out or {}))
+    made: dict[tuple[str, ...], tuple[Receives, Expected]] = {}
     for side in pair.instances:
-        if side.fingerprints not in classes:
-            classes[side.fingerprints] = _receive(side, sources.cells, len(pair.tensors), label)
-    receives = [classes[side.fingerprints] for side in pair.instances]
+        if side.fingerprints not in made:
+            receives = bind(side, None, sources.cells, len(pair.tensors), label)
+            made[side.fingerprints] = receives, expect(pair, sources, side, receives)
+    receives = [made[side.fingerprints][0] for side in pair.instances]
+    alone, shared = zip(*((e.alone, e.shared) for e in (made[side.fingerprints][1] for side in pair.instances)), strict=True)
+    expected = Expected(np.concatenate(alone), np.concatenate(shared))
+    dealt = _deal_all(pair, sources, receives, expected)
     plan = TransferPlan(
         tensors=pair.tensors,
         instances=tuple(side.name for side in pair.instances),
@@ -64,15 +110,22 @@ def plan_transfer(
         instance_world=tuple(side.world for side in pair.instances),
         trainer_fingerprints=pair.trainer.fingerprints,
         instance_fingerprints=tuple(side.fingerprints for side in pair.instances),
-        operations=_operations(pair, sources, receives),
-        digests=_digests(pair, sources, list(by_name.values())),
+        operations=join_rows(
+            Operations,
+            [
+                instance_operations(index, side, part, sources, entry)
+                for index, (side, part, entry) in enumerate(zip(pair.instances, receives, dealt.entry, strict=True))
+            ],
+        ),
+        digests=_digests(pair, sources, own),
     )
     if check:
         check_joined(plan, pair)
-    return plan
+    starts = tuple(np.searchsorted(one.key, pair.layer_start) for one in own)
+    return Made(pair, sources, plan, expected, dealt.others, dealt.asked, dealt.sent, starts, dealt.balanced)
 
 
-class _Label:
+class Label:
     """Names a tensor row in the message of an error."""
 
     def __init__(self, pair: Pair) -> None:
@@ -84,8 +137,7 @@ class _Label:
 
 def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Collection[str]]) -> dict[str, IntArray]:
     """Rows of the tensors that each instance has to hold."""
-    index = {name: row for row, name in enumerate(pair.tensors.names)} if required else {}
-    unknown = [name for name in required if name not in index]
+    unknown = [name for name in required if name not in pair.index]
     if unknown:
         raise LayoutError(f"tensor {unknown[0]!r} is required but no rank declares it")
     strangers = set(left_out) - {side.name for side in pair.instances}
@@ -94,111 +146,137 @@ def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Coll
     rows = {}
     for side in pair.instances:
         exempt = frozenset(left_out.get(side.name, ()))
-        rows[side.name] = np.array([index[name] for name in required if name not in exempt], dtype=np.int64)
+        rows[side.name] = np.array([pair.index[name] for name in required if name not in exempt], dtype=np.int64)
     return rows
 
 
-@dataclass(frozen=True, slots=True)
-class _Receives:
-    """What the ranks of a class of equal instances get, whoever sends it.
+def expect(pair: Pair, sources: Sources, side: Side, receives: Receives) -> Expected:
+    """What an instance is expected to ask for, by layer: of its slots, the same for each expert of a layer.
 
-    Sends: trainer cell, receiving rank and region, and the box. Copies: rank, region that received, further region, and
-    the box. Both ordered by rank.
+    Where a layer has a region in a slot counts, which expert is in it does not.
     """
-
-    cell: IntArray
-    rank: IntArray
-    region: IntArray
-    offset: IntArray
-    size: IntArray
-    copy_rank: IntArray
-    copy_source: IntArray
-    copy_region: IntArray
-    copy_tensor: IntArray
-    copy_offset: IntArray
-    copy_size: IntArray
-
-
-def _receive(side: Side, cells: Cells, tensors: int, label: _Label) -> _Receives:
-    """Each rank receives each of its cells once, into the first region that holds it, and copies it into the others."""
-    boxes = decompose(side.rank * tensors + side.tensor, side.offset, side.size, label)
-    count = np.diff(boxes.start)
-    first = boxes.row[boxes.start[:-1]]
-    tensor = side.tensor[first]
-    cell, box, offset, size = intersect((cells.key, cells.offset, cells.size), (tensor, boxes.offset, boxes.size))
-    further = np.repeat(np.arange(len(boxes), dtype=np.int64), count - 1)
-    row = boxes.row[ranges(boxes.start[:-1] + 1, count - 1)]
-    return _Receives(
-        cell,
-        side.rank[first[box]],
-        side.region[first[box]],
-        offset,
-        size,
-        side.rank[row],
-        side.region[first[further]],
-        side.region[row],
-        side.tensor[row],
-        np.take(boxes.offset, further, axis=0),
-        np.take(boxes.size, further, axis=0),
-    )
+    cells, world = sources.cells, pair.trainer.world
+    layers, pools = pair.layers.shape[0], len(sources.pools)
+    fixed = np.flatnonzero(side.slot[receives.row] == NO_SLOT)
+    cell = receives.cell[fixed]
+    weight = volumes(np.take(receives.size, fixed, axis=0)) * ITEMSIZE[side.dtype[cells.key[cell]]]
+    asked = _sums(pair.layer[cells.key[cell]], sources.pool[cell], weight, (layers, pools))
+    slots = np.flatnonzero(side.slot != NO_SLOT)
+    if slots.size:
+        tensor = side.tensor[slots]
+        nbytes = side.volume[slots] * ITEMSIZE[side.dtype[tensor]]
+        in_slots = _sums(pair.layer[tensor], np.zeros_like(tensor), nbytes, (layers, 1))
+        routed = np.zeros(len(pair.tensors), dtype=np.bool_)
+        routed[tensor] = True
+        cell = np.flatnonzero(routed[cells.key])
+        volume = volumes(np.take(cells.size, cell, axis=0))
+        held = _sums(pair.layer[cells.key[cell]], sources.pool[cell], volume, (layers, pools))
+        asked += np.rint(held * (in_slots / np.maximum(held.sum(axis=1, keepdims=True), 1.0)))
+    many = shared_pools(sources.pools)
+    single = np.flatnonzero(np.diff(sources.pools.start) == 1)
+    alone = np.zeros((layers, world))
+    alone[:, sources.pools.rank[sources.pools.start[single]]] = asked[:, single]
+    return Expected(alone, asked[:, many])
 
 
-def _operations(pair: Pair, sources: Sources, receives: list[_Receives]) -> Operations:
-    """Sends from chosen holders, and copies, in the order of the plan."""
-    tensor = [sources.cells.key[part.cell] for part in receives]
-    weight = [
-        volumes(part.size) * ITEMSIZE[side.dtype[rows]]
-        for part, side, rows in zip(receives, pair.instances, tensor, strict=True)
-    ]
+@dataclass(frozen=True, slots=True)
+class _Dealt:
+    """The source of each box that an instance receives, an entry of `Sources.rank`, and what follows for the load."""
+
+    entry: list[IntArray]
+    others: FloatArray
+    asked: FloatArray
+    sent: FloatArray
+    balanced: bool
+
+
+def _deal_all(pair: Pair, sources: Sources, receives: list[Receives], expected: Expected) -> _Dealt:
+    others = others_load(sources.pools, expected)
     cell = np.concatenate([part.cell for part in receives])
-    entry = sources.start[cell] + deal(sources.pools, sources.pool[cell], np.concatenate(weight), pair.trainer.world)
-    parts, done = [], 0
-    for index, (part, rows) in enumerate(zip(receives, tensor, strict=True)):
-        chosen = entry[done : done + part.cell.shape[0]]
-        done += part.cell.shape[0]
-        parts.append(_of_instance(index, part, rows, sources.rank[chosen], sources.region[chosen]))
-    return Operations(*(np.concatenate([getattr(part, name) for part in parts]) for name in Operations.__slots__))
+    pool = sources.pool[cell]
+    layers = pair.layers.shape[0]
+    layer = pair.layer[sources.cells.key]
+    block = np.concatenate([index * layers + layer[part.cell] for index, part in enumerate(receives)])
+    weight = np.concatenate([weights(sources, s, r) for s, r in zip(pair.instances, receives, strict=True)])
+    choice = deal_blocks(sources.pools, pool, weight, block, others)
+    asked, sent = loads_of(sources, cell, choice, weight, block, others.shape)
+    level = balanced(sources, asked, sent)
+    if not level:
+        choice = deal(sources.pools, pool, weight, pair.trainer.world)
+    entry = sources.start[cell] + choice
+    bounds = np.cumsum([part.cell.shape[0] for part in receives])[:-1]
+    return _Dealt(np.split(entry, bounds), others, asked, sent, level)
 
 
-def _of_instance(index: int, part: _Receives, tensor: IntArray, src_rank: IntArray, src_region: IntArray) -> Operations:
-    sends, copies = tensor.shape[0], part.copy_rank.shape[0]
+def weights(sources: Sources, side: Side, receives: Receives) -> IntArray:
+    """Bytes of each box that is received, in the dtype in which it travels."""
+    return volumes(receives.size) * ITEMSIZE[side.dtype[sources.cells.key[receives.cell]]]
+
+
+def loads_of(
+    sources: Sources, cell: IntArray, choice: IntArray, weight: IntArray, block: IntArray, shape: tuple[int, ...]
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes of each block by pool and by rank: (blocks, pools) and (blocks, world) for `shape` = (blocks, world)."""
+    asked = _sums(block, sources.pool[cell], weight, (shape[0], len(sources.pools)))
+    return asked, _sums(block, sources.rank[sources.start[cell] + choice], weight, shape)
+
+
+def _sums(row: IntArray, column: IntArray, weight: IntArray, shape: tuple[int, ...]) -> FloatArray:
+    """A matrix of sums of weights."""
+    sums = np.bincount(row * shape[1] + column, weights=weight, minlength=shape[0] * shape[1])
+    return sums.astype(np.float64).reshape(shape)
+
+
+def balanced(sources: Sources, asked: FloatArray, sent: FloatArray) -> bool:
+    """Whether the busiest rank has little more than it would have if all bytes could be shared out in fractions."""
+    best = water_level(sources.pools, asked.sum(axis=0), sent.shape[1]).max(initial=0.0)
+    return bool(sent.sum(axis=0).max(initial=0.0) <= _BALANCED * best)
+
+
+def instance_operations(index: int, side: Side, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
+    """Sends from the chosen holders, and copies, in the order of the plan."""
+    part = receives
+    sends, copies = part.cell.shape[0], part.copy_row.shape[0]
+    rank, copy_rank = side.rank[part.row], side.rank[part.copy_row]
     operations = Operations(
         kind=np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copies]),
-        tensor=np.concatenate([tensor, part.copy_tensor]),
+        tensor=np.concatenate([sources.cells.key[part.cell], side.tensor[part.copy_row]]),
         src_instance=np.repeat(np.array([TRAINER, index], dtype=np.int64), [sends, copies]),
-        src_rank=np.concatenate([src_rank, part.copy_rank]),
-        src_region=np.concatenate([src_region, part.copy_source]),
+        src_rank=np.concatenate([sources.rank[entry], copy_rank]),
+        src_region=np.concatenate([sources.region[entry], side.region[part.copy_source]]),
         instance=np.full(sends + copies, index, dtype=np.int64),
-        dst_rank=np.concatenate([part.rank, part.copy_rank]),
-        dst_region=np.concatenate([part.region, part.copy_region]),
+        dst_rank=np.concatenate([rank, copy_rank]),
+        dst_region=np.concatenate([side.region[part.row], side.region[part.copy_row]]),
         offset=np.concatenate([part.offset, part.copy_offset]),
         size=np.concatenate([part.size, part.copy_size]),
     )
-    o = operations
-    order, _ = lex_sort([o.dst_rank, o.kind, o.src_rank, o.tensor, *o.offset.T, o.dst_region])
-    return operations.take(order)
+    return operations.take(plan_order(operations))
+
+
+def plan_order(o: Operations) -> IntArray:
+    """The order of the operations of one instance."""
+    return lex_sort([o.dst_rank, o.kind, o.src_rank, o.tensor, *o.offset.T, o.dst_region])[0]
 
 
 def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
-    parts = [_trainer_digests(pair, sources, cells)]
+    parts = [_trainer_digests(pair, sources)]
     made: dict[int, DigestRows] = {}
     for index, (side, own) in enumerate(zip(pair.instances, cells, strict=True)):
         if id(own) not in made:
-            made[id(own)] = _instance_digests(side, own)
+            made[id(own)] = digest_rows(index, side, own)
         rows = made[id(own)]
-        parts.append(
-            DigestRows(np.full(len(rows), index, dtype=np.int64), *(getattr(rows, n) for n in rows.__slots__[1:]))
-        )
-    return DigestRows(*(np.concatenate([getattr(part, name) for part in parts]) for name in DigestRows.__slots__))
+        parts.append(replace(rows, instance=np.full(len(rows), index, dtype=np.int64)))
+    return join_rows(DigestRows, parts)
 
 
-def _trainer_digests(pair: Pair, sources: Sources, held: list[Cells]) -> DigestRows:
+def _trainer_digests(pair: Pair, sources: Sources) -> DigestRows:
     """Every cell of a tensor that some instance holds, once for each dtype that an instance has it in, at one balanced
     owner."""
-    cells, tensors = sources.cells, len(pair.tensors)
-    wanted = np.zeros((ITEMSIZE.shape[0], tensors), dtype=np.bool_)
-    for side, own in zip(pair.instances, held, strict=True):
-        wanted[side.dtype[own.key], own.key] = True
+    cells = sources.cells
+    wanted = np.zeros((ITEMSIZE.shape[0], len(pair.tensors)), dtype=np.bool_)
+    for side in pair.instances:
+        held = np.flatnonzero(side.held)
+        wanted[side.dtype[held], held] = True
     dtype, cell = np.nonzero(wanted[:, cells.key])
     order, _ = lex_sort([cells.key[cell], dtype, cell])
     dtype, cell = dtype[order], cell[order]
@@ -211,14 +289,3 @@ def _trainer_digests(pair: Pair, sources: Sources, held: list[Cells]) -> DigestR
         np.take(cells.offset, cell, axis=0), size, dtype, np.arange(cell.shape[0], dtype=np.int64),
     )  # fmt: skip
     return rows.take(lex_sort([rows.rank, rows.cell])[0])
-
-
-def _instance_digests(side: Side, cells: Cells) -> DigestRows:
-    """Every region of the instance, cut into cells where regions overlap partly, ordered by (rank, region, cell)."""
-    order, _ = lex_sort([cells.row])
-    cell, row = cells.cell[order], cells.row[order]
-    tensor = cells.key[cell]
-    return DigestRows(
-        np.zeros(row.shape[0], dtype=np.int64), side.rank[row], side.region[row], tensor,
-        np.take(cells.offset, cell, axis=0), np.take(cells.size, cell, axis=0), side.dtype[tensor], cell,
-    )  # fmt: skip
