@@ -244,7 +244,7 @@ def test_operations_are_sorted_as_documented():
         pair = random_pair(seed)
         o = plan_transfer(*pair.tables()).operations
         rows = list(
-            zip(*(c.tolist() for c in (o.instance, o.dst_rank, o.kind, o.src_rank, o.tensor, o.offset)), strict=True)
+            zip(*(c.tolist() for c in (o.instance, o.dst_rank, o.kind, o.tensor, o.offset, o.dst_region)), strict=True)
         )
         assert rows == sorted(rows)
 

@@ -13,29 +13,29 @@ import numpy as np
 
 from weightcast.transfer.columns import lex_sort, ranges
 from weightcast.transfer.layout import IntArray
-from weightcast.transfer.plan import DigestRows
+from weightcast.transfer.plan import DigestRows, Kind
 from weightcast.transfer.regions import Cells, decompose, intersect
 from weightcast.transfer.sides import Side
 
-__all__ = ["Receives", "bind", "cells_of", "digest_rows"]
+__all__ = ["Receives", "bind", "cells_of", "digest_rows", "plan_order"]
 
 
 @dataclass(frozen=True, slots=True)
 class Receives:
-    """Boxes that the ranks of an instance receive, and boxes that they copy, each ordered by rank.
+    """What the ranks of an instance receive or copy, in the order of the plan: (n,) columns, `offset` and `size` (n, D).
 
-    `cell` is the trainer's, `row` the row of the side that receives. A copy goes from row `copy_source`, which receives
-    the box, to row `copy_row`.
+    `row` is the row of the side that is written, `source` for a copy the row that it is copied from. `sends` are the
+    places of the sends, `cell` (sends,) the trainer's cell of each.
     """
 
-    cell: IntArray
+    kind: IntArray
+    tensor: IntArray
     row: IntArray
+    source: IntArray
     offset: IntArray
     size: IntArray
-    copy_source: IntArray
-    copy_row: IntArray
-    copy_offset: IntArray
-    copy_size: IntArray
+    sends: IntArray
+    cell: IntArray
 
 
 def cells_of(side: Side, rows: IntArray | None, label: Callable[[int], str]) -> Cells:
@@ -64,16 +64,30 @@ def bind(side: Side, rows: IntArray | None, cells: Cells, tensors: int, label: C
         (cells.key, cells.offset, cells.size), (side.tensor[first], boxes.offset, boxes.size)
     )
     again = np.repeat(np.arange(len(boxes), dtype=np.int64), count - 1)
+    copied = row[ranges(boxes.start[:-1] + 1, count - 1)]
+    sends = cell.shape[0]
+    written = np.concatenate([first[box], copied])
+    kind = np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copied.shape[0]])
+    tensor = side.tensor[written]
+    offset = np.concatenate([offset, np.take(boxes.offset, again, axis=0)])
+    size = np.concatenate([size, np.take(boxes.size, again, axis=0)])
+    order = plan_order(side.rank[written], kind, tensor, offset, side.region[written])
+    sent = np.flatnonzero(order < sends)
     return Receives(
-        cell,
-        first[box],
-        offset,
-        size,
-        first[again],
-        row[ranges(boxes.start[:-1] + 1, count - 1)],
-        np.take(boxes.offset, again, axis=0),
-        np.take(boxes.size, again, axis=0),
+        kind[order],
+        tensor[order],
+        written[order],
+        np.concatenate([written[:sends], first[again]])[order],
+        np.take(offset, order, axis=0),
+        np.take(size, order, axis=0),
+        sent,
+        cell[order[sent]],
     )
+
+
+def plan_order(dst_rank: IntArray, kind: IntArray, tensor: IntArray, offset: IntArray, dst_region: IntArray) -> IntArray:
+    """The order of the operations of one instance in a plan."""
+    return lex_sort([dst_rank, kind, tensor, *offset.T, dst_region])[0]
 
 
 def digest_rows(index: int, side: Side, cells: Cells, number: IntArray | None = None) -> DigestRows:

@@ -15,7 +15,7 @@ import numpy as np
 
 from weightcast.transfer.layout import IntArray, TensorTable
 
-__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "TransferPlan", "join_rows"]
+__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_rows"]
 
 TRAINER = -1
 """Value of an instance column that means the trainer."""
@@ -54,8 +54,8 @@ class Operations:
     `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
     `instance`,
     `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank are the
-    destination's. Sorted by (instance, dst_rank, kind, src_rank, tensor, offset): the order in which a pair of ranks
-    exchanges boxes, the same on both sides.
+    destination's. Sorted by (instance, dst_rank, kind, tensor, offset, dst_region): so the boxes that two ranks exchange
+    are in one order on both sides, and equal instances have equal rows but for their sources.
     """
 
     kind: IntArray

@@ -19,7 +19,7 @@ from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import NO_SLOT, IntArray, RegionTable
-from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan, join_rows
+from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
 from weightcast.transfer.regions import Cells
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, deal, find_sources
@@ -157,9 +157,8 @@ def expect(pair: Pair, sources: Sources, side: Side, receives: Receives) -> Expe
     """
     cells, world = sources.cells, pair.trainer.world
     layers, pools = pair.layers.shape[0], len(sources.pools)
-    fixed = np.flatnonzero(side.slot[receives.row] == NO_SLOT)
-    cell = receives.cell[fixed]
-    weight = volumes(np.take(receives.size, fixed, axis=0)) * ITEMSIZE[side.dtype[cells.key[cell]]]
+    fixed = side.slot[receives.row[receives.sends]] == NO_SLOT
+    cell, weight = receives.cell[fixed], weights(side, receives)[fixed]
     asked = _sums(pair.layer[cells.key[cell]], sources.pool[cell], weight, (layers, pools))
     slots = np.flatnonzero(side.slot != NO_SLOT)
     if slots.size:
@@ -197,7 +196,7 @@ def _deal_all(pair: Pair, sources: Sources, receives: list[Receives], expected: 
     layers = pair.layers.shape[0]
     layer = pair.layer[sources.cells.key]
     block = np.concatenate([index * layers + layer[part.cell] for index, part in enumerate(receives)])
-    weight = np.concatenate([weights(sources, s, r) for s, r in zip(pair.instances, receives, strict=True)])
+    weight = np.concatenate([weights(side, part) for side, part in zip(pair.instances, receives, strict=True)])
     choice = deal_blocks(sources.pools, pool, weight, block, others)
     asked, sent = loads_of(sources, cell, choice, weight, block, others.shape)
     level = balanced(sources, asked, sent)
@@ -208,9 +207,10 @@ def _deal_all(pair: Pair, sources: Sources, receives: list[Receives], expected: 
     return _Dealt(np.split(entry, bounds), others, asked, sent, level)
 
 
-def weights(sources: Sources, side: Side, receives: Receives) -> IntArray:
-    """Bytes of each box that is received, in the dtype in which it travels."""
-    return volumes(receives.size) * ITEMSIZE[side.dtype[sources.cells.key[receives.cell]]]
+def weights(side: Side, receives: Receives) -> IntArray:
+    """Bytes of each send, in the dtype in which it travels."""
+    size = np.take(receives.size, receives.sends, axis=0)
+    return volumes(size) * ITEMSIZE[side.dtype[receives.tensor[receives.sends]]]
 
 
 def loads_of(
@@ -234,28 +234,24 @@ def balanced(sources: Sources, asked: FloatArray, sent: FloatArray) -> bool:
 
 
 def instance_operations(index: int, side: Side, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
-    """Sends from the chosen holders, and copies, in the order of the plan."""
-    part = receives
-    sends, copies = part.cell.shape[0], part.copy_row.shape[0]
-    rank, copy_rank = side.rank[part.row], side.rank[part.copy_row]
-    operations = Operations(
-        kind=np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copies]),
-        tensor=np.concatenate([sources.cells.key[part.cell], side.tensor[part.copy_row]]),
-        src_instance=np.repeat(np.array([TRAINER, index], dtype=np.int64), [sends, copies]),
-        src_rank=np.concatenate([sources.rank[entry], copy_rank]),
-        src_region=np.concatenate([sources.region[entry], side.region[part.copy_source]]),
-        instance=np.full(sends + copies, index, dtype=np.int64),
-        dst_rank=np.concatenate([rank, copy_rank]),
-        dst_region=np.concatenate([side.region[part.row], side.region[part.copy_row]]),
-        offset=np.concatenate([part.offset, part.copy_offset]),
-        size=np.concatenate([part.size, part.copy_size]),
+    """What an instance receives, from the chosen holders, and copies."""
+    dst_rank = side.rank[receives.row]
+    src_instance = np.full(dst_rank.shape[0], index, dtype=np.int64)
+    src_rank, src_region = dst_rank.copy(), side.region[receives.source]
+    src_instance[receives.sends] = TRAINER
+    src_rank[receives.sends], src_region[receives.sends] = sources.rank[entry], sources.region[entry]
+    return Operations(
+        kind=receives.kind,
+        tensor=receives.tensor,
+        src_instance=src_instance,
+        src_rank=src_rank,
+        src_region=src_region,
+        instance=np.full(dst_rank.shape[0], index, dtype=np.int64),
+        dst_rank=dst_rank,
+        dst_region=side.region[receives.row],
+        offset=receives.offset,
+        size=receives.size,
     )
-    return operations.take(plan_order(operations))
-
-
-def plan_order(o: Operations) -> IntArray:
-    """The order of the operations of one instance."""
-    return lex_sort([o.dst_rank, o.kind, o.src_rank, o.tensor, *o.offset.T, o.dst_region])[0]
 
 
 def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
