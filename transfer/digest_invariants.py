@@ -6,25 +6,40 @@ from typing import NoReturn
 
 import numpy as np
 
-from weightcast.transfer.columns import any_column
+from weightcast.transfer.columns import any_column, volumes
 from weightcast.transfer.dtypes import NAMES, dtype_name
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
-from weightcast.transfer.regions import overlaps, uncovered
+from weightcast.transfer.regions import overlaps
 from weightcast.transfer.sides import Pair, Side
-from weightcast.transfer.tiling import box_text, outside, region_rows, tiling_fault
+from weightcast.transfer.tiling import (
+    EVERYTHING,
+    Scope,
+    box_text,
+    filled,
+    outside,
+    region_rows,
+    rows_at,
+    same_columns,
+    spans,
+    tiling_fault,
+)
 
 __all__ = ["check_digests"]
 
 
-def check_digests(plan: TransferPlan, pair: Pair) -> None:
+def check_digests(plan: TransferPlan, pair: Pair, scope: Scope = EVERYTHING) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
-    d = plan.digests
-    for index, side in enumerate(pair.instances):
-        _Side(plan, side, d.take(np.flatnonzero(d.instance == index))).check_instance()
-    _Side(plan, pair.trainer, d.take(np.flatnonzero(d.instance == TRAINER))).check_trainer(pair)
+    proved: dict[tuple[str, ...], DigestRows] = {}
+    own = [rows_at(plan.digests, rows) for rows in spans(plan.digests.instance, TRAINER, len(pair.instances) - TRAINER)]
+    for index, (side, rows) in enumerate(zip(pair.instances, own[1:], strict=True)):
+        other = proved.get(side.fingerprints)
+        if scope.has(index) and not (other and same_columns(rows, other, DigestRows.__slots__[1:])):
+            _Side(plan, side, rows, scope).check_instance()
+            proved[side.fingerprints] = rows
+    _Side(plan, pair.trainer, own[0], scope).check_trainer(pair)
 
 
 def _check_ranges(plan: TransferPlan) -> None:
@@ -45,8 +60,8 @@ def _check_ranges(plan: TransferPlan) -> None:
 class _Side:
     """The digest rows of one side, under proof."""
 
-    def __init__(self, plan: TransferPlan, side: Side, rows: DigestRows) -> None:
-        self.plan, self.side, self.rows = plan, side, rows
+    def __init__(self, plan: TransferPlan, side: Side, rows: DigestRows, scope: Scope) -> None:
+        self.plan, self.side, self.rows, self.scope = plan, side, rows, scope
         self.row, known = region_rows(side, rows.rank, rows.region)
         bad = outside(side, self.row, known, (rows.tensor, rows.offset, rows.size))
         if bad.any():
@@ -69,7 +84,7 @@ class _Side:
         if bad.any():
             at = int(bad.argmax())
             self._fail(at, f"is in {dtype_name(int(rows.dtype[at]))}, which is not the dtype there")
-        twice, short = tiling_fault(side, self.row, rows.offset, rows.size)
+        twice, short = tiling_fault(side, self.row, rows.offset, rows.size, self.scope)
         if twice is not None:
             self._fail(twice[1], f"overlaps that of {box_text(rows.offset[twice[0]], rows.size[twice[0]])}")
         if short is not None:
@@ -84,7 +99,7 @@ class _Side:
         if differs.any():
             at = int(differs.argmax())
             self._fail(at, f"has cell {int(rows.cell[at])}, which is another box on rank {int(rows.rank[first[at]])}")
-        self._check_cells(np.flatnonzero(first == np.arange(len(rows))), _held_by(side, len(self.plan.tensors)))
+        self._check_cells(np.flatnonzero(first == np.arange(len(rows))), self.scope.wanted(side.held))
 
     def check_trainer(self, pair: Pair) -> None:
         """Cells are distinct, and tile every tensor in each dtype in which an instance has it."""
@@ -95,7 +110,7 @@ class _Side:
             self._fail(at, f"has cell {int(self.rows.cell[at])}, which is another row's too")
         wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
         for side in pair.instances:
-            held = np.flatnonzero(_held_by(side, len(self.plan.tensors)))
+            held = np.flatnonzero(self.scope.wanted(side.held))
             wanted[side.dtype[held], held] = True
         made = np.bincount(self.rows.dtype, minlength=len(NAMES))
         for dtype in np.flatnonzero(wanted.any(axis=1) | (made > 0)).tolist():
@@ -119,14 +134,6 @@ class _Side:
         if a.size:
             other = int(cells[a[0]])
             self._fail(int(cells[b[0]]), f"overlaps that of {box_text(self.rows.offset[other], self.rows.size[other])}")
-        short = uncovered(tensor, offset, size, self.plan.tensors.shape)
-        short = short[wanted[short]]
+        short = np.flatnonzero(wanted & (filled(tensor, size, wanted.shape[0]) != volumes(self.plan.tensors.shape)))
         if short.size:
             raise PlanError(f"tensor {self._name(int(short[0]))!r}: the digests of {self.side} do not cover it")
-
-
-def _held_by(side: Side, tensors: int) -> np.ndarray:
-    """(T,) whether a side holds any element of each tensor."""
-    held = np.zeros(tensors, dtype=np.bool_)
-    held[side.tensor[~any_column(side.size == 0)]] = True
-    return held
