@@ -22,6 +22,9 @@ __all__ = ["Expected", "FloatArray", "deal_blocks", "others_load", "shared_pools
 
 FloatArray = npt.NDArray[np.float64]
 
+_MANY = 2
+"""So many boxes for each rank of a pool let a block use all of them."""
+
 _EXACT_SIZES = 64
 """Up to so many distinct weights of one pool in a block are dealt each on its own; more are taken together by powers of
 two."""
@@ -30,10 +33,16 @@ two."""
 @dataclass(frozen=True, slots=True)
 class Expected:
     """Bytes that blocks are expected to ask for: `alone` (blocks, world) of ranks that alone hold them, `shared`
-    (blocks, pools) of each pool with more than one member, in the order of `shared_pools`."""
+    (blocks, pools) of each pool with more than one member, in the order of `shared_pools`, in about `items` boxes of
+    one size."""
 
     alone: FloatArray
     shared: FloatArray
+    items: FloatArray
+
+    def of(self, blocks: IntArray) -> Expected:
+        """Some blocks."""
+        return Expected(self.alone[blocks], self.shared[blocks], self.items[blocks])
 
 
 def shared_pools(pools: Pools) -> IntArray:
@@ -56,22 +65,30 @@ def water_level(pools: Pools, weight: FloatArray, world: int) -> FloatArray:
 def others_load(pools: Pools, expected: Expected) -> FloatArray:
     """(blocks, world) what is expected on each rank of all blocks but one, for each.
 
-    Each pool's bytes are shared out to one level over all blocks; blocks take the ranks of a pool in turn, so that
-    neighbours in the order of the blocks use the same ranks, and blocks far apart do not.
+    Pools are served one after the other. Of a pool first the blocks with few boxes are dealt, box by box, to its ranks
+    in turn; the rest rises to one level on top of that, and each block with many boxes uses all ranks alike, so that it
+    can make up for what its map asks of them.
     """
     own = expected.alone.copy()
     load = own.sum(axis=0)
     for column, pool in enumerate(shared_pools(pools).tolist()):
-        blocks = np.flatnonzero(expected.shared[:, column])
-        if not blocks.size:
+        weight, items = expected.shared[:, column], expected.items[:, column]
+        if not weight.any():
             continue
-        weight = expected.shared[blocks, column]
         ranks = pools.rank[pools.start[pool] : pools.start[pool + 1]]
-        room = _fill(weight.sum()[None], load[None, ranks])[0]
-        load[ranks] += room
-        turn, place = np.append(0.0, np.cumsum(weight)), np.append(0.0, np.cumsum(room))
-        shared = np.minimum(turn[1:, None], place[None, 1:]) - np.maximum(turn[:-1, None], place[None, :-1])
-        own[np.ix_(blocks, ranks)] += np.maximum(shared, 0.0)
+        few = np.flatnonzero((weight > 0) & (items < _MANY * ranks.shape[0]))
+        if few.size:
+            count = np.maximum(np.rint(items[few]), 1.0).astype(np.int64)
+            block, box = np.repeat(few, count), np.repeat(weight[few] / count, count)
+            turn = np.cumsum(_fill(weight[few].sum()[None], load[None, ranks])[0])
+            rank = ranks[np.minimum(np.searchsorted(turn, np.cumsum(box) - box / 2), ranks.shape[0] - 1)]
+            np.add.at(own, (block, rank), box)
+            np.add.at(load, rank, box)
+        many = np.setdiff1d(np.flatnonzero(weight), few)
+        if many.size:
+            room = _fill(weight[many].sum()[None], load[None, ranks])[0]
+            own[np.ix_(many, ranks)] += weight[many, None] * (room / weight[many].sum())
+            load[ranks] += room
     return np.rint(np.maximum(load - own, 0.0))
 
 

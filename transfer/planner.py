@@ -26,7 +26,7 @@ from weightcast.transfer.sources import Sources, deal, find_sources
 
 __all__ = ["Label", "Made", "balanced", "expect", "instance_operations", "loads_of", "make_plan", "plan_transfer"]
 
-_BALANCED = 1.02
+_BALANCED = 1.045
 """Blocks dealt by themselves are kept if the busiest trainer rank has at most so many times the load of bytes shared
 out in fractions."""
 
@@ -99,8 +99,8 @@ def make_plan(
             receives = bind(side, None, sources.cells, len(pair.tensors), label)
             made[side.fingerprints] = receives, expect(pair, sources, side, receives)
     receives = [made[side.fingerprints][0] for side in pair.instances]
-    alone, shared = zip(*((e.alone, e.shared) for e in (made[side.fingerprints][1] for side in pair.instances)), strict=True)
-    expected = Expected(np.concatenate(alone), np.concatenate(shared))
+    each = [made[side.fingerprints][1] for side in pair.instances]
+    expected = Expected(*(np.concatenate([getattr(one, name) for one in each]) for name in Expected.__slots__))
     dealt = _deal_all(pair, sources, receives, expected)
     plan = TransferPlan(
         tensors=pair.tensors,
@@ -150,32 +150,38 @@ def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Coll
     return rows
 
 
-def expect(pair: Pair, sources: Sources, side: Side, receives: Receives) -> Expected:
-    """What an instance is expected to ask for, by layer: of its slots, the same for each expert of a layer.
+def expect(
+    pair: Pair, sources: Sources, side: Side, receives: Receives, rows: IntArray | None = None
+) -> Expected:
+    """What an instance is expected to ask for, by layer: for its slots, as much of each expert of a layer as of others.
 
-    Where a layer has a region in a slot counts, which expert is in it does not.
+    How large the regions in slots are counts, which expert is in them does not. `rows` are those of the side that were
+    bound, None for all.
     """
     cells, world = sources.cells, pair.trainer.world
-    layers, pools = pair.layers.shape[0], len(sources.pools)
+    shape = layers, pools = pair.layers.shape[0], len(sources.pools)
     fixed = side.slot[receives.row[receives.sends]] == NO_SLOT
-    cell, weight = receives.cell[fixed], weights(side, receives)[fixed]
-    asked = _sums(pair.layer[cells.key[cell]], sources.pool[cell], weight, (layers, pools))
-    slots = np.flatnonzero(side.slot != NO_SLOT)
-    if slots.size:
-        tensor = side.tensor[slots]
-        nbytes = side.volume[slots] * ITEMSIZE[side.dtype[tensor]]
-        in_slots = _sums(pair.layer[tensor], np.zeros_like(tensor), nbytes, (layers, 1))
+    cell, weight = receives.cell[fixed], weights(side, receives)[fixed].astype(np.float64)
+    asked = _sums(pair.layer[cells.key[cell]], sources.pool[cell], weight, shape)
+    squares = _sums(pair.layer[cells.key[cell]], sources.pool[cell], weight**2, shape)
+    in_slot = np.flatnonzero(side.slot != NO_SLOT) if rows is None else rows[side.slot[rows] != NO_SLOT]
+    if in_slot.size:
+        tensor = side.tensor[in_slot]
+        nbytes = volumes(np.take(side.size, in_slot, axis=0)) * ITEMSIZE[side.dtype[tensor]]
+        total = _sums(pair.layer[tensor], np.zeros_like(tensor), nbytes, (layers, 1))
         routed = np.zeros(len(pair.tensors), dtype=np.bool_)
         routed[tensor] = True
         cell = np.flatnonzero(routed[cells.key])
-        volume = volumes(np.take(cells.size, cell, axis=0))
-        held = _sums(pair.layer[cells.key[cell]], sources.pool[cell], volume, (layers, pools))
-        asked += np.rint(held * (in_slots / np.maximum(held.sum(axis=1, keepdims=True), 1.0)))
+        held = (volumes(np.take(cells.size, cell, axis=0)) * ITEMSIZE[side.dtype[cells.key[cell]]]).astype(np.float64)
+        once = _sums(pair.layer[cells.key[cell]], sources.pool[cell], held, shape)
+        times = total / np.maximum(once.sum(axis=1, keepdims=True), 1.0)
+        asked += np.rint(once * times)
+        squares += times * _sums(pair.layer[cells.key[cell]], sources.pool[cell], held**2, shape)
     many = shared_pools(sources.pools)
     single = np.flatnonzero(np.diff(sources.pools.start) == 1)
     alone = np.zeros((layers, world))
     alone[:, sources.pools.rank[sources.pools.start[single]]] = asked[:, single]
-    return Expected(alone, asked[:, many])
+    return Expected(alone, asked[:, many], (asked**2 / np.maximum(squares, 1.0))[:, many])
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +227,7 @@ def loads_of(
     return asked, _sums(block, sources.rank[sources.start[cell] + choice], weight, shape)
 
 
-def _sums(row: IntArray, column: IntArray, weight: IntArray, shape: tuple[int, ...]) -> FloatArray:
+def _sums(row: IntArray, column: IntArray, weight: IntArray | FloatArray, shape: tuple[int, ...]) -> FloatArray:
     """A matrix of sums of weights."""
     sums = np.bincount(row * shape[1] + column, weights=weight, minlength=shape[0] * shape[1])
     return sums.astype(np.float64).reshape(shape)

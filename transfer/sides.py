@@ -62,6 +62,12 @@ class Side:
         held[self.tensor[self.volume > 0]] = True
         return held
 
+    def renamed(self, name: str) -> Side:
+        """The same columns under another name, with what was worked out from them already."""
+        twin = replace(self, name=name)
+        twin.__dict__.update(volume=self.volume, held=self.held)
+        return twin
+
     def __str__(self) -> str:
         return self.name or "the trainer"
 
@@ -148,7 +154,7 @@ def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[
     for name, tables in sides.items():
         fingerprints = tuple(table.fingerprint for table in tables)
         if name and fingerprints in made:
-            joined.append(_renamed(made[fingerprints], name))
+            joined.append(made[fingerprints].renamed(name))
             continue
         joined.append(_side(name, tables, [names.rows(table) for table in tables], shapes))
         if name:
@@ -164,13 +170,6 @@ def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[
             f"tensor {shapes.names[row]!r} of shape {list(tensors.spec(row).shape)} is too large to address"
         )
     return Pair(tensors, joined[0], tuple(joined[1:]), names.layers, names.layer_start, names.index)
-
-
-def _renamed(side: Side, name: str) -> Side:
-    """The same columns under another name, with what was worked out from them already."""
-    twin = replace(side, name=name)
-    twin.__dict__.update(volume=side.volume, held=side.held)
-    return twin
 
 
 class _Shapes:
