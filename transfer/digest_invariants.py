@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from weightcast.transfer.columns import any_column, volumes
+from weightcast.transfer.columns import any_column
 from weightcast.transfer.dtypes import NAMES, dtype_name
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
@@ -134,6 +134,6 @@ class _Side:
         if a.size:
             other = int(cells[a[0]])
             self._fail(int(cells[b[0]]), f"overlaps that of {box_text(self.rows.offset[other], self.rows.size[other])}")
-        short = np.flatnonzero(wanted & (filled(tensor, size, wanted.shape[0]) != volumes(self.plan.tensors.shape)))
+        short = np.flatnonzero(wanted & (filled(tensor, size, wanted.shape[0]) != self.plan.tensors.elements))
         if short.size:
             raise PlanError(f"tensor {self._name(int(short[0]))!r}: the digests of {self.side} do not cover it")

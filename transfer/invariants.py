@@ -72,7 +72,10 @@ def _check_header(plan: TransferPlan, pair: Pair) -> None:
             shape = (len(rows), plan.tensors.width) if column in ("offset", "size") else (len(rows),)
             if getattr(rows, column).shape != shape:
                 raise PlanError(f"column {column} of the {name} has shape {getattr(rows, column).shape}, not {shape}")
-    if plan.tensors.names != pair.tensors.names or not np.array_equal(plan.tensors.shape, pair.tensors.shape):
+    same = plan.tensors is pair.tensors or (
+        plan.tensors.names == pair.tensors.names and np.array_equal(plan.tensors.shape, pair.tensors.shape)
+    )
+    if not same:
         raise PlanError("the plan's tensors are not those of the tables; make a new plan")
     if plan.instances != tuple(side.name for side in pair.instances):
         raise PlanError(

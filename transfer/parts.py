@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from weightcast.transfer.columns import stable_order
+from weightcast.transfer.columns import BoolArray, stable_order
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray, TensorTable
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart, Rows, TransferPlan
@@ -38,14 +38,19 @@ class _Index:
 
     def find(self, outer: int, inner: int) -> IntArray | slice:
         """The rows of one group."""
-        at = outer * self._inner + inner
-        found = slice(int(self._first[at]), int(self._first[at + 1]))
+        return self._between(outer * self._inner + inner, outer * self._inner + inner + 1)
+
+    def find_all(self, outer: int) -> IntArray | slice:
+        """The rows of all groups of an outer number."""
+        return self._between(outer * self._inner, (outer + 1) * self._inner)
+
+    def _between(self, begin: int, end: int) -> IntArray | slice:
+        found = slice(int(self._first[begin]), int(self._first[end]))
         return found if self._rows is None else self._rows[found]
 
-    def filled(self, outer: int) -> tuple[int, ...]:
-        """Inner numbers that have rows, ascending."""
-        at = outer * self._inner
-        return tuple(np.flatnonzero(np.diff(self._first[at : at + self._inner + 1])).tolist())
+    def filled(self) -> BoolArray:
+        """(outer, inner) which groups have rows."""
+        return (np.diff(self._first) > 0).reshape(-1, self._inner)
 
 
 class PlanParts:
@@ -66,13 +71,13 @@ class PlanParts:
         o, d = plan.operations, plan.digests
         instances = len(plan.instances)
         self._relays = _relays(plan)
-        self._sends = _Index(np.flatnonzero(o.kind == Kind.SEND), o.instance, o.src_rank, (instances, plan.trainer_world))
+        self._sends = _Index(np.flatnonzero(o.kind == Kind.SEND), o.src_rank, o.instance, (plan.trainer_world, instances))
         most = max(plan.instance_world)
         self._arrivals = _Index(None, o.instance, o.dst_rank, (instances, most))
         self._digests = _Index(
             None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(most, plan.trainer_world))
         )
-        self._senders = trainer_ranks or [self._sends.filled(index) for index in range(instances)]
+        self._senders = trainer_ranks or [tuple(np.flatnonzero(sends).tolist()) for sends in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
         self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}
         self._tables: dict[bytes, TensorTable] = {}
@@ -92,7 +97,7 @@ class PlanParts:
         if rank not in self._trainer:
             self._trainer[rank] = self._of_trainer(rank)
         used, tensors, digests = self._trainer[rank]
-        o, rows = self._plan.operations, self._sends.find(index, rank)
+        o, rows = self._plan.operations, self._sends.find(rank, index)
         tensor = o.tensor[rows]
         count = tensor.shape[0]
         operations = Operations(
@@ -112,9 +117,9 @@ class PlanParts:
     def _of_trainer(self, rank: int) -> tuple[IntArray, TensorTable, DigestRows]:
         """What all parts of a trainer rank share: its tensors and digests."""
         plan = self._plan
-        sent = [plan.operations.tensor[self._sends.find(index, rank)] for index in range(len(plan.instances))]
+        sent = plan.operations.tensor[self._sends.find_all(rank)]
         digests = _rows_of(plan.digests, self._digests.find(0, rank))
-        used = self._used(digests.tensor, *sent)
+        used = self._used(digests.tensor, sent)
         return used, self._own(used), replace(digests, tensor=self._renumber(used, digests.tensor))
 
     def instance_part(self, instance: str, rank: int) -> RankPart:

@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from weightcast.transfer.binding import Receives, bind, cells_of, digest_rows, plan_order
-from weightcast.transfer.columns import BoolArray, any_column, lex_sort, ranges, volumes
+from weightcast.transfer.columns import BoolArray, any_column, lex_sort, ranges
 from weightcast.transfer.dealing import Expected, deal_blocks
 from weightcast.transfer.invariants import check_joined
-from weightcast.transfer.layout import IntArray, RegionTable, pad_boxes
+from weightcast.transfer.layout import IntArray, RegionTable, TensorTable, pad_boxes
 from weightcast.transfer.parts import BUCKET_BYTES, PlanParts
 from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
 from weightcast.transfer.planner import (
@@ -44,6 +45,8 @@ from weightcast.transfer.sides import UNKNOWN, Pair, Side, number_names
 from weightcast.transfer.tiling import Scope, filled, rows_at, spans
 
 __all__ = ["Planned", "Planner"]
+
+Bytes = npt.NDArray[np.uint8]
 
 _MOST_PIECES = 64
 """After so many plans of changes the whole plan is put together, so that what is kept of old ones does not grow."""
@@ -119,7 +122,7 @@ class Planner:
     ) -> Planned | None:
         """The last plan with what changed bound again, or None where more than the maps of some layers changed."""
         last = self._last
-        if last is None or not last._made.balanced:
+        if last is None:
             return None
         pair = last._made.pair
         if tuple(table.fingerprint for table in trainer) != pair.trainer.fingerprints:
@@ -131,7 +134,11 @@ class Planner:
             return None
         changed = [index for index, (old, new) in enumerate(zip(pair.instances, sides, strict=True)) if old is not new]
         if not changed:
-            return replace(last, layers=(), instances=(), changes=_nothing(last.changes))
+            same = replace(last, layers=(), instances=(), changes=_nothing(last.changes))
+            same.__dict__.update({name: last.__dict__[name] for name in ("plan",) if name in last.__dict__})
+            return same
+        if not last._made.balanced:
+            return None
         layers = [_changed_layers(pair, pair.instances[index], sides[index]) for index in changed]
         return _Binder(last, tuple(sides), changed, np.unique(np.concatenate(layers))).planned(check)
 
@@ -170,21 +177,14 @@ def _new_side(pair: Pair, old: Side, tables: Sequence[RegionTable], fingerprints
     if [len(table) for table in tables] != np.diff(old.first).tolist():
         return None
     columns = {name: getattr(old, name).copy() for name in ("tensor", "offset", "size", "slot")}
-    width = pair.tensors.width
+    width, declarations = pair.tensors.width, list(old.declared)
     for rank, (table, known, found) in enumerate(zip(tables, old.fingerprints, fingerprints, strict=True)):
         if known == found:
             continue
-        own = table.tensors
-        try:
-            rows = number_names(pair.index, own.names)
-        except KeyError:
+        rows = _declared(pair, old, rank, table.tensors)
+        if rows is None:
             return None
-        if own.width > width or not (
-            np.array_equal(pad_boxes(own.shape, width, 1), np.take(pair.tensors.shape, rows, axis=0))
-            and np.array_equal(own.ndim, pair.tensors.ndim[rows])
-            and np.array_equal(own.dtype, old.dtype[rows])
-        ):
-            return None
+        declarations[rank] = rows
         span = slice(int(old.first[rank]), int(old.first[rank + 1]))
         columns["tensor"][span], columns["slot"][span] = rows[table.tensor], table.slot
         columns["offset"][span] = pad_boxes(table.offset, width, 0)
@@ -193,7 +193,60 @@ def _new_side(pair: Pair, old: Side, tables: Sequence[RegionTable], fingerprints
     declared[columns["tensor"]] = True
     if not np.array_equal(declared, old.dtype != UNKNOWN):
         return None
-    return replace(old, fingerprints=fingerprints, **columns)
+    return replace(
+        old,
+        fingerprints=fingerprints,
+        tables=tuple(table.tensors for table in tables),
+        declared=tuple(declarations),
+        **columns,
+    )
+
+
+def _declared(pair: Pair, old: Side, rank: int, new: TensorTable) -> IntArray | None:
+    """The pair's tensor for each of a rank's new ones; None for an unknown name, and where a shape or dtype changed.
+
+    Only what lies between the first and the last name that changed is looked up.
+    """
+    known, same = old.tables[rank], old.declared[rank]
+    length = min(len(known.joined_names), len(new.joined_names))
+    left, right = (np.frombuffer(table.joined_names, dtype=np.uint8) for table in (known, new))
+    before = int(np.count_nonzero(right[: _first_difference(left, right, length)] == 0))
+    after = int(np.count_nonzero(right[right.shape[0] - length + _last_difference(left, right, length) :] == 0))
+    after = min(after, min(len(new), len(known)) - before)
+    try:
+        rows = number_names(pair.index, new.names[before : len(new) - after])
+    except KeyError:
+        return None
+    kept = (slice(0, before), slice(0, before)), (slice(len(known) - after, None), slice(len(new) - after, None))
+    ours = slice(before, len(new) - after)
+    width = pair.tensors.width
+    if new.width != known.width or new.width > width:
+        return None
+    for name in ("shape", "ndim", "dtype"):
+        mine, theirs = getattr(new, name), getattr(known, name)
+        if not all(np.array_equal(theirs[was], mine[now]) for was, now in kept):
+            return None
+    if not (
+        np.array_equal(pad_boxes(new.shape[ours], width, 1), np.take(pair.tensors.shape, rows, axis=0))
+        and np.array_equal(new.ndim[ours], pair.tensors.ndim[rows])
+        and np.array_equal(new.dtype[ours], old.dtype[rows])
+    ):
+        return None
+    return np.concatenate([same[:before], rows, same[len(known) - after :]])
+
+
+def _first_difference(left: Bytes, right: Bytes, length: int) -> int:
+    """Where two texts begin to differ in their first `length` bytes; `length` where they do not."""
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _last_difference(left: Bytes, right: Bytes, length: int) -> int:
+    """Where the bytes begin, among the last `length` of two texts, from which on these are the same."""
+    differs = (left[left.shape[0] - length :] != right[right.shape[0] - length :])[::-1]
+    last = int(differs.argmax()) if length else 0
+    return length - last if length and differs[last] else 0
 
 
 def _changed_layers(pair: Pair, old: Side, new: Side) -> IntArray:
@@ -276,7 +329,7 @@ class _Binder:
     def _trainer_digests(self) -> DigestRows:
         """The trainer's rows of the layers."""
         digests = self._made.plan.digests
-        own = rows_at(digests, spans(digests.instance, TRAINER, 1)[0])
+        own = digests.between(0, int(np.searchsorted(digests.instance, TRAINER, side="right")))
         return own.take(np.flatnonzero(self._tensors[own.tensor]))
 
     def _bind(self, index: int, side: Side) -> _Bound | None:
@@ -316,7 +369,7 @@ class _Binder:
         wanted = old.held & self._tensors
         held = np.zeros_like(wanted)
         held[own.key] = True
-        whole = filled(own.key, own.size, wanted.shape[0]) == volumes(self._pair.tensors.shape)
+        whole = filled(own.key, own.size, wanted.shape[0]) == self._pair.tensors.elements
         return np.array_equal(held, wanted) and bool(whole[wanted].all())
 
 

@@ -29,7 +29,8 @@ class Side:
 
     `name` is "" for the trainer. `rank`, `region`, `tensor` and `slot` are (n,), `offset` and `size` (n, D); `tensor`
     numbers the pair's tensors. Region i of rank r is row `first[r] + i`; `first` is (world + 1,). `dtype` (T,) has the
-    side's element types, UNKNOWN for tensors that it does not declare. Instances with equal tables share all columns.
+    side's element types, UNKNOWN for tensors that it does not declare; `declared` the pair's tensor for each of a
+    rank's `tables`. Instances with equal tables share all columns.
     """
 
     name: str
@@ -42,6 +43,8 @@ class Side:
     slot: IntArray
     dtype: IntArray
     fingerprints: tuple[str, ...]
+    tables: tuple[TensorTable, ...]
+    declared: tuple[IntArray, ...]
 
     @property
     def world(self) -> int:
@@ -231,4 +234,6 @@ def _side(name: str, tables: list[RegionTable], rows: list[IntArray], shapes: _S
         np.concatenate([table.slot for table in tables]),
         dtype,
         tuple(table.fingerprint for table in tables),
+        tuple(table.tensors for table in tables),
+        tuple(rows),
     )
