@@ -235,7 +235,7 @@ def digest_row(plan: TransferPlan, instance: int, rank: int, region: int) -> int
         ),
         ((TRAINER, 0, 0), {"size": (3, 4)}, "tensor 'w': the digests of the trainer do not cover it"),
         ((TRAINER, 0, 0), {"dtype": 1}, "tensor 'w': the digests of the trainer do not cover it"),
-        ((TRAINER, 0, 0), {"cell": 1}, "has cell 1, which is another row's too"),
+        ((TRAINER, 0, 0), {"cell": 1}, "which is another box on rank"),
         ((TRAINER, 0, 0), {"tensor": 7}, "has tensor 7, which is out of range"),
     ],
 )

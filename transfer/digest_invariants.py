@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from weightcast.transfer.columns import any_column
+from weightcast.transfer.columns import BoolArray, any_column
 from weightcast.transfer.dtypes import NAMES, dtype_name
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
@@ -84,37 +84,44 @@ class _Side:
         if bad.any():
             at = int(bad.argmax())
             self._fail(at, f"is in {dtype_name(int(rows.dtype[at]))}, which is not the dtype there")
-        twice, short = tiling_fault(side, self.row, rows.offset, rows.size, self.scope)
-        if twice is not None:
-            self._fail(twice[1], f"overlaps that of {box_text(rows.offset[twice[0]], rows.size[twice[0]])}")
-        if short is not None:
-            raise PlanError(
-                f"tensor {self._name(int(side.tensor[short]))!r}, {side} rank {int(side.rank[short])} region "
-                f"{int(side.region[short])}: a part of it is in no digest"
-            )
-        first = self._first_of_cell()
-        differs = rows.tensor != rows.tensor[first]
+        self._check_regions(np.arange(len(rows), dtype=np.int64), self.scope.tensors)
+        self._check_cells(self._distinct_cells(), self.scope.wanted(side.held))
+
+    def _distinct_cells(self) -> IntArray:
+        """The first row of each cell, proven to be the same box as the others of the cell."""
+        rows, first = self.rows, self._first_of_cell()
+        differs = (rows.tensor != rows.tensor[first]) | (rows.dtype != rows.dtype[first])
         differs |= any_column(rows.offset != np.take(rows.offset, first, axis=0))
         differs |= any_column(rows.size != np.take(rows.size, first, axis=0))
         if differs.any():
             at = int(differs.argmax())
             self._fail(at, f"has cell {int(rows.cell[at])}, which is another box on rank {int(rows.rank[first[at]])}")
-        self._check_cells(np.flatnonzero(first == np.arange(len(rows))), self.scope.wanted(side.held))
+        return np.flatnonzero(first == np.arange(len(rows)))
 
     def check_trainer(self, pair: Pair) -> None:
-        """Cells are distinct, and tile every tensor in each dtype in which an instance has it."""
-        first = self._first_of_cell()
-        again = first != np.arange(len(self.rows))
-        if again.any():
-            at = int(again.argmax())
-            self._fail(at, f"has cell {int(self.rows.cell[at])}, which is another row's too")
+        """Equal cells are equal boxes, and cells tile every tensor in each dtype in which an instance has it."""
+        distinct = self._distinct_cells()
         wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
         for side in pair.instances:
             held = np.flatnonzero(self.scope.wanted(side.held))
             wanted[side.dtype[held], held] = True
         made = np.bincount(self.rows.dtype, minlength=len(NAMES))
         for dtype in np.flatnonzero(wanted.any(axis=1) | (made > 0)).tolist():
-            self._check_cells(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype])
+            self._check_cells(distinct[self.rows.dtype[distinct] == dtype], wanted[dtype])
+            self._check_regions(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype])
+
+    def _check_regions(self, at: IntArray, wanted: BoolArray | None) -> None:
+        """Rows `at` fill the regions of the wanted tensors, and overlap in none."""
+        rows, side = self.rows, self.side
+        offset, size = np.take(rows.offset, at, axis=0), np.take(rows.size, at, axis=0)
+        twice, short = tiling_fault(side, self.row[at], offset, size, wanted)
+        if twice is not None:
+            self._fail(int(at[twice[1]]), f"overlaps that of {box_text(offset[twice[0]], size[twice[0]])}")
+        if short is not None:
+            raise PlanError(
+                f"tensor {self._name(int(side.tensor[short]))!r}, {side} rank {int(side.rank[short])} region "
+                f"{int(side.region[short])}: a part of it is in no digest"
+            )
 
     def _first_of_cell(self) -> IntArray:
         """For each row the first row with its cell number."""

@@ -176,7 +176,7 @@ class _Instance:
                 self._fail(int(mine[bad.argmax()]), "takes what that region does not hold")
 
     def _tiling(self, scope: Scope) -> None:
-        twice, short = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope)
+        twice, short = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope.tensors)
         if twice is not None:
             first, second = twice
             box = box_text(self.o.offset[first], self.o.size[first])

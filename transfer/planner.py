@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weightcast.transfer.binding import Receives, bind, cells_of, digest_rows
-from weightcast.transfer.columns import lex_sort, volumes
+from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.coverage import require_cover
 from weightcast.transfer.dealing import Expected, FloatArray, deal_blocks, others_load, shared_pools, water_level
 from weightcast.transfer.dtypes import ITEMSIZE
@@ -272,8 +272,9 @@ def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
 
 
 def _trainer_digests(pair: Pair, sources: Sources) -> DigestRows:
-    """Every cell of a tensor that some instance holds, once for each dtype that an instance has it in, at one balanced
-    owner."""
+    """Every cell of a tensor that some instance holds, for each dtype that an instance has it in, on each of its
+    holders: data-parallel copies that have drifted apart must be seen, because several of them may be sent.
+    """
     cells = sources.cells
     wanted = np.zeros((ITEMSIZE.shape[0], len(pair.tensors)), dtype=np.bool_)
     for side in pair.instances:
@@ -282,12 +283,13 @@ def _trainer_digests(pair: Pair, sources: Sources) -> DigestRows:
     dtype, cell = np.nonzero(wanted[:, cells.key])
     order, _ = lex_sort([cells.key[cell], dtype, cell])
     dtype, cell = dtype[order], cell[order]
-    tensor = cells.key[cell]
-    size = np.take(cells.size, cell, axis=0)
-    weight = volumes(size) * ITEMSIZE[pair.tensors.dtype[tensor]]
-    entry = sources.start[cell] + deal(sources.pools, sources.pool[cell], weight, pair.trainer.world)
+    holders = cells.start[cell + 1] - cells.start[cell]
+    row = cells.row[ranges(cells.start[cell], holders)]
+    number = np.repeat(np.arange(cell.shape[0], dtype=np.int64), holders)
+    cell, dtype = cell[number], dtype[number]
     rows = DigestRows(
-        np.full(cell.shape[0], TRAINER, dtype=np.int64), sources.rank[entry], sources.region[entry], tensor,
-        np.take(cells.offset, cell, axis=0), size, dtype, np.arange(cell.shape[0], dtype=np.int64),
+        np.full(cell.shape[0], TRAINER, dtype=np.int64),
+        pair.trainer.rank[row], pair.trainer.region[row], cells.key[cell],
+        np.take(cells.offset, cell, axis=0), np.take(cells.size, cell, axis=0), dtype, number,
     )  # fmt: skip
     return rows.take(lex_sort([rows.rank, rows.cell])[0])

@@ -58,10 +58,12 @@ def outside(side: Side, row: IntArray, known: BoolArray, boxes: tuple[IntArray, 
 
 
 def tiling_fault(
-    side: Side, row: IntArray, offset: IntArray, size: IntArray, scope: Scope
+    side: Side, row: IntArray, offset: IntArray, size: IntArray, wanted: BoolArray | None = None
 ) -> tuple[tuple[int, int] | None, int | None]:
-    """Two boxes that overlap in one region of the side, if there are; else a region in the scope that is not filled, if
-    there is."""
+    """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is.
+
+    `wanted` (T,) are the tensors whose regions have to be filled; all of them without it.
+    """
     writes = np.bincount(row, minlength=len(side))
     shared = np.flatnonzero(writes[row] > 1)
     if shared.size:
@@ -69,8 +71,8 @@ def tiling_fault(
         if a.size:
             return (int(shared[a[0]]), int(shared[b[0]])), None
     short = np.flatnonzero(filled(row, size, len(side)) != side.volume)
-    if short.size and scope.tensors is not None:
-        short = short[scope.tensors[side.tensor[short]]]
+    if short.size and wanted is not None:
+        short = short[wanted[side.tensor[short]]]
     return None, int(short[0]) if short.size else None
 
 
