@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightcast.transfer.layout import IntArray
-
 __all__ = ["NONE", "ParsedNames", "parse_layers", "parse_names"]
 
 NONE = -1
@@ -23,6 +21,7 @@ _MAX_DIGITS = 9
 """Longer numbers are no numbers: a hostile name must not become an integer that fits no column."""
 _DOT, _END, _ZERO = ord("."), ord("\n"), ord("0")
 
+IntArray = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -35,6 +34,10 @@ class ParsedNames(NamedTuple):
     layer: IntArray
     expert: IntArray
     family: IntArray
+
+    def take(self, rows: IntArray) -> ParsedNames:
+        """The numbers of some of the names, in that order."""
+        return ParsedNames(self.layer[rows], self.expert[rows], self.family[rows])
 
 
 class _Found(NamedTuple):

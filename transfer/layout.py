@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_code, dtype_name, from_torch
 from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.expert_names import IntArray, ParsedNames, parse_names
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,6 @@ __all__ = [
     "TensorTable",
     "pad_boxes",
 ]
-
-IntArray = npt.NDArray[np.int64]
 
 NO_SLOT = -1
 """Value of the slot column for a region that belongs to no expert slot."""
@@ -112,6 +110,16 @@ class TensorTable:
     def specs(self) -> dict[str, TensorSpec]:
         """All of them by name, in order."""
         return {name: self.spec(row) for row, name in enumerate(self.names)}
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The row of each name."""
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    @cached_property
+    def parsed_names(self) -> ParsedNames:
+        """Layer, expert and family of each name."""
+        return parse_names(self.names)
 
     @cached_property
     def joined_names(self) -> bytes:

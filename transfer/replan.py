@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightcast.transfer.binding import Receives, bind, cells_of, digest_rows, plan_order
-from weightcast.transfer.columns import BoolArray, any_column, lex_sort, ranges
+from weightcast.transfer.columns import BoolArray, any_column, lex_sort, number_names, ranges
 from weightcast.transfer.dealing import Expected, deal_blocks
 from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import IntArray, RegionTable, TensorTable, pad_boxes
@@ -41,7 +41,7 @@ from weightcast.transfer.planner import (
     weights,
 )
 from weightcast.transfer.regions import Cells
-from weightcast.transfer.sides import UNKNOWN, Pair, Side, number_names
+from weightcast.transfer.sides import UNKNOWN, Pair, Side
 from weightcast.transfer.tiling import Scope, filled, rows_at, spans
 
 __all__ = ["Planned", "Planner"]

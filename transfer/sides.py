@@ -9,13 +9,13 @@ from itertools import chain
 
 import numpy as np
 
-from weightcast.transfer.columns import BoolArray, ranges, stable_order, volumes
+from weightcast.transfer.columns import BoolArray, number_names, ranges, stable_order, volumes
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.expert_names import NONE, parse_layers
 from weightcast.transfer.layout import IntArray, RegionTable, TensorTable, pad_boxes
 
-__all__ = ["UNKNOWN", "Pair", "Side", "join_sides", "number_names"]
+__all__ = ["UNKNOWN", "Pair", "Side", "join_sides"]
 
 UNKNOWN = -1
 """Value of a dtype column where a side does not declare the tensor."""
@@ -128,11 +128,6 @@ class _Names:
         if rows is None:
             rows = self._rows[table.fingerprint] = number_names(self.index, table.tensors.names)
         return rows
-
-
-def number_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
-    """(n,) the number of each name. Raises KeyError for an unknown one."""
-    return np.fromiter(map(index.__getitem__, names), dtype=np.int64, count=len(names))
 
 
 def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]]) -> Pair:
