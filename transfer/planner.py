@@ -24,7 +24,18 @@ from weightcast.transfer.regions import Cells
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, deal, find_sources
 
-__all__ = ["Label", "Made", "balanced", "expect", "instance_operations", "loads_of", "make_plan", "plan_transfer"]
+__all__ = [
+    "Dealt",
+    "Label",
+    "Made",
+    "balanced",
+    "expect",
+    "instance_operations",
+    "loads_of",
+    "make_plan",
+    "plan_transfer",
+    "weights",
+]
 
 _BALANCED = 1.045
 """Blocks dealt by themselves are kept if the busiest trainer rank has at most so many times the load of bytes shared
@@ -101,7 +112,8 @@ def make_plan(
     receives = [made[side.fingerprints][0] for side in pair.instances]
     each = [made[side.fingerprints][1] for side in pair.instances]
     expected = Expected(*(np.concatenate([getattr(one, name) for one in each]) for name in Expected.__slots__))
-    dealt = _deal_all(pair, sources, receives, expected)
+    others = others_load(sources.pools, expected)
+    dealt, level = _deal(pair, sources, receives, others)
     plan = TransferPlan(
         tensors=pair.tensors,
         instances=tuple(side.name for side in pair.instances),
@@ -122,7 +134,7 @@ def make_plan(
     if check:
         check_joined(plan, pair)
     starts = tuple(np.searchsorted(one.key, pair.layer_start) for one in own)
-    return Made(pair, sources, plan, expected, dealt.others, dealt.asked, dealt.sent, starts, dealt.balanced)
+    return Made(pair, sources, plan, expected, others, dealt.asked, dealt.sent, starts, level)
 
 
 class Label:
@@ -185,18 +197,16 @@ def expect(
 
 
 @dataclass(frozen=True, slots=True)
-class _Dealt:
-    """The source of each box that an instance receives, an entry of `Sources.rank`, and what follows for the load."""
+class Dealt:
+    """For each instance the sources of its sends, entries of `Sources.rank`; and what blocks ask of pools and ranks."""
 
     entry: list[IntArray]
-    others: FloatArray
     asked: FloatArray
     sent: FloatArray
-    balanced: bool
 
 
-def _deal_all(pair: Pair, sources: Sources, receives: list[Receives], expected: Expected) -> _Dealt:
-    others = others_load(sources.pools, expected)
+def _deal(pair: Pair, sources: Sources, receives: list[Receives], others: FloatArray) -> tuple[Dealt, bool]:
+    """Sources for all instances, and whether it was possible block by block."""
     cell = np.concatenate([part.cell for part in receives])
     pool = sources.pool[cell]
     layers = pair.layers.shape[0]
@@ -208,9 +218,8 @@ def _deal_all(pair: Pair, sources: Sources, receives: list[Receives], expected: 
     level = balanced(sources, asked, sent)
     if not level:
         choice = deal(sources.pools, pool, weight, pair.trainer.world)
-    entry = sources.start[cell] + choice
-    bounds = np.cumsum([part.cell.shape[0] for part in receives])[:-1]
-    return _Dealt(np.split(entry, bounds), others, asked, sent, level)
+    ends = np.cumsum([part.cell.shape[0] for part in receives])[:-1]
+    return Dealt(np.split(sources.start[cell] + choice, ends), asked, sent), level
 
 
 def weights(side: Side, receives: Receives) -> IntArray:

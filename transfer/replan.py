@@ -31,6 +31,7 @@ from weightcast.transfer.layout import IntArray, RegionTable, TensorTable, pad_b
 from weightcast.transfer.parts import BUCKET_BYTES, PlanParts
 from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
 from weightcast.transfer.planner import (
+    Dealt,
     Label,
     Made,
     balanced,
@@ -50,6 +51,10 @@ Bytes = npt.NDArray[np.uint8]
 
 _MOST_PIECES = 64
 """After so many plans of changes the whole plan is put together, so that what is kept of old ones does not grow."""
+
+
+_COMPARED = 1 << 15
+"""Bytes of names compared at a time, from the end."""
 
 
 @dataclass(frozen=True)
@@ -132,15 +137,18 @@ class Planner:
         sides = _new_sides(pair, instances)
         if sides is None:
             return None
-        changed = [index for index, (old, new) in enumerate(zip(pair.instances, sides, strict=True)) if old is not new]
+        turns = enumerate(zip(pair.instances, sides, strict=True))
+        changed = {index: (old, new) for index, (old, new) in turns if old is not new}
         if not changed:
             same = replace(last, layers=(), instances=(), changes=_nothing(last.changes))
             same.__dict__.update({name: last.__dict__[name] for name in ("plan",) if name in last.__dict__})
             return same
         if not last._made.balanced:
             return None
-        layers = [_changed_layers(pair, pair.instances[index], sides[index]) for index in changed]
-        return _Binder(last, tuple(sides), changed, np.unique(np.concatenate(layers))).planned(check)
+        # Equal instances that changed alike are compared once.
+        apart = {(old.fingerprints, new.fingerprints): (old, new) for old, new in changed.values()}
+        layers = np.unique(np.concatenate([_changed_layers(pair, old, new) for old, new in apart.values()]))
+        return _Binder(last, tuple(sides), list(changed), layers).planned(check)
 
 
 def _named_by_trainer(pair: Pair) -> bool:
@@ -244,9 +252,13 @@ def _first_difference(left: Bytes, right: Bytes, length: int) -> int:
 
 def _last_difference(left: Bytes, right: Bytes, length: int) -> int:
     """Where the bytes begin, among the last `length` of two texts, from which on these are the same."""
-    differs = (left[left.shape[0] - length :] != right[right.shape[0] - length :])[::-1]
-    last = int(differs.argmax()) if length else 0
-    return length - last if length and differs[last] else 0
+    left, right = left[left.shape[0] - length :], right[right.shape[0] - length :]
+    for end in range(length, 0, -_COMPARED):
+        begin = max(end - _COMPARED, 0)
+        differs = np.flatnonzero(left[begin:end] != right[begin:end])
+        if differs.size:
+            return begin + int(differs[-1]) + 1
+    return 0
 
 
 def _changed_layers(pair: Pair, old: Side, new: Side) -> IntArray:
@@ -281,36 +293,62 @@ class _Binder:
 
     def planned(self, check: bool) -> Planned | None:
         """The plan, or None where it has to be made from scratch."""
-        old, sources = self._made, self._made.sources
-        asked, sent = old.asked.copy(), old.sent.copy()
-        bound: dict[tuple[tuple[str, ...], bytes], _Bound | None] = {}
-        operations, digests = [], [self._trainer_digests()]
-        for index in self._changed:
-            side = self._pair.instances[index]
-            key = side.fingerprints, old.cell_start[index].tobytes()
-            if key not in bound:
-                bound[key] = self._bind(index, side)
-            blocks = index * self._pair.layers.shape[0] + self._layers
-            made = bound[key]
-            if made is None or not _as_expected(made.expected, old.expected, blocks):
-                return None
-            cell = made.receives.cell
-            choice = deal_blocks(sources.pools, sources.pool[cell], made.weight, made.block, old.others[blocks])
-            shape = blocks.shape[0], sent.shape[1]
-            asked[blocks], sent[blocks] = loads_of(sources, cell, choice, made.weight, made.block, shape)
-            operations.append(instance_operations(index, side, made.receives, sources, sources.start[cell] + choice))
-            digests.append(replace(made.digests, instance=np.full(len(made.digests), index, dtype=np.int64)))
-        if not balanced(sources, asked, sent):
+        old = self._made
+        bound = self._bound()
+        if bound is None:
             return None
+        dealt = self._deal(bound)
+        if not balanced(old.sources, dealt.asked, dealt.sent):
+            return None
+        sides = [self._pair.instances[index] for index in self._changed]
+        operations = [
+            instance_operations(index, side, made.receives, old.sources, entry)
+            for index, side, made, entry in zip(self._changed, sides, bound, dealt.entry, strict=True)
+        ]
+        digests = [
+            replace(made.digests, instance=np.full(len(made.digests), index, dtype=np.int64))
+            for index, made in zip(self._changed, bound, strict=True)
+        ]
         changes = replace(
             old.plan,
             instance_fingerprints=tuple(side.fingerprints for side in self._pair.instances),
             operations=join_rows(Operations, operations),
-            digests=join_rows(DigestRows, digests),
+            digests=join_rows(DigestRows, [self._trainer_digests(), *digests]),
         )
         if check:
             check_joined(changes, self._pair, Scope(self._tensors, frozenset(self._changed)))
-        return self._next(changes, replace(old, pair=self._pair, asked=asked, sent=sent))
+        return self._next(changes, replace(old, pair=self._pair, asked=dealt.asked, sent=dealt.sent))
+
+    def _bound(self) -> list[_Bound] | None:
+        """The layers of each changed instance, bound; None where one asks for other than was expected."""
+        expected, count = self._made.expected, self._pair.layers.shape[0]
+        found: dict[tuple[tuple[str, ...], bytes], _Bound | None] = {}
+        bound = []
+        for index in self._changed:
+            side = self._pair.instances[index]
+            key = side.fingerprints, self._made.cell_start[index].tobytes()
+            if key not in found:
+                found[key] = self._bind(index, side)
+            made = found[key]
+            if made is None or not _as_expected(made.expected, expected, index * count + self._layers):
+                return None
+            bound.append(made)
+        return bound
+
+    def _deal(self, bound: list[_Bound]) -> Dealt:
+        """Sources for the changed layers of all changed instances."""
+        old, sources = self._made, self._made.sources
+        count = self._layers.shape[0]
+        blocks = np.concatenate([index * self._pair.layers.shape[0] + self._layers for index in self._changed])
+        cell = np.concatenate([made.receives.cell for made in bound])
+        weight = np.concatenate([made.weight for made in bound])
+        block = np.concatenate([number * count + made.block for number, made in enumerate(bound)])
+        choice = deal_blocks(sources.pools, sources.pool[cell], weight, block, old.others[blocks])
+        asked, sent = old.asked.copy(), old.sent.copy()
+        shape = blocks.shape[0], sent.shape[1]
+        asked[blocks], sent[blocks] = loads_of(sources, cell, choice, weight, block, shape)
+        ends = np.cumsum([made.receives.cell.shape[0] for made in bound])[:-1]
+        return Dealt(np.split(sources.start[cell] + choice, ends), asked, sent)
 
     def _next(self, changes: TransferPlan, made: Made) -> Planned:
         """The new plan, as what was known before and the changes."""
