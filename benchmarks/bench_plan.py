@@ -4,8 +4,8 @@
     python benchmarks/bench_plan.py --case k2-equal --awex DIR
     python benchmarks/bench_plan.py --model deepseek-v3 --pp 8 --ep 16 --instances 4 --instance-ep 32 --redundant 32
 
-Every case runs in processes of its own: one makes the rank reports, one is the gateway and gets nothing but their bytes,
-one is Awex's planner. Times are CPU and wall seconds, the least of some runs. All is on one core.
+Every case runs in processes of its own: one makes the rank reports, one is the gateway and gets nothing but their
+bytes, one is Awex's planner. Times are CPU and wall seconds, the least of some runs. All is on one core.
 
 - merge: from decoded reports to layouts, all ranks of a side (the fingerprints of the tables are made here).
 - plan: `plan_transfer` for all instances together, its invariants proved. parts: those of every rank of every instance.
@@ -35,7 +35,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import awex_plan
 import numpy as np
-from plan_layouts import SHAPES, ModelShape, TrainerShape, instance_reports, random_maps, same_rank_pairs, trainer_reports
+from plan_layouts import (
+    SHAPES,
+    ModelShape,
+    TrainerShape,
+    instance_reports,
+    random_maps,
+    same_rank_pairs,
+    trainer_reports,
+)
 
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.transfer.layout import RegionTable
@@ -125,7 +133,9 @@ def describe(case: Case) -> Encoded:
         if same and not case.different:
             instances[name] = same
         else:
-            instances[name] = [encode_report(r) for r in instance_reports(name, case.model, case.maps(i), case.ep, case.tp)]
+            instances[name] = [
+                encode_report(r) for r in instance_reports(name, case.model, case.maps(i), case.ep, case.tp)
+            ]
     maps = case.maps(0).copy()
     layer = case.model.layers // 2
     maps[layer] = random_maps(case.model, case.redundant, 1000)[layer]
@@ -214,7 +224,9 @@ def _wire(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
     m.figures["all parts of an instance"] = f"{sum(map(len, data)) / 1e6:.2f} MB"
 
 
-def _replan(m: Measured, name: str, trainer: tuple[RegionTable, ...], turns: tuple[Tables, Tables], repeat: int) -> None:
+def _replan(
+    m: Measured, name: str, trainer: tuple[RegionTable, ...], turns: tuple[Tables, Tables], repeat: int
+) -> None:
     planner = Planner()
     planner.plan(trainer, turns[0])
 
@@ -311,7 +323,9 @@ def main() -> int:
     cases = {name: CASES[name] for name in a.case or DEFAULT}
     if a.model:
         shape = TrainerShape(a.pp, a.ep, a.dp, a.fsdp)
-        own = Case(SHAPES[a.model], shape, a.instances, a.instance_ep, a.instance_tp, a.redundant, a.maps == "different")
+        own = Case(
+            SHAPES[a.model], shape, a.instances, a.instance_ep, a.instance_tp, a.redundant, a.maps == "different"
+        )
         cases = {"own": own}
     print(f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {platform.system()}")
     print(f"Python {platform.python_version()}, numpy {np.__version__}; all on one core, the least of {a.repeat} runs")
@@ -325,7 +339,9 @@ def main() -> int:
     if {"k2-different", "k2-twice"} <= set(measured):
         once, twice = measured["k2-different"], measured["k2-twice"]
         row = "plan, invariants proved"
-        print(f"\ntwice the layers: {twice.seconds[row][0] / once.seconds[row][0]:.2f} x the time of the plan, ", end="")
+        print(
+            f"\ntwice the layers: {twice.seconds[row][0] / once.seconds[row][0]:.2f} x the time of the plan, ", end=""
+        )
         print(f"{twice.peak / once.peak:.2f} x the memory of the gateway   2.2 x")
     return 0
 

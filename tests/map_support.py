@@ -41,7 +41,9 @@ class Model:
         specs = self.specs()
         if self.shards > 1:
             step = -(-ROWS // self.shards)
-            boxes = [((min(i * step, ROWS), 0), (max(0, min(step, ROWS - i * step)), COLUMNS)) for i in range(self.shards)]
+            boxes = [
+                ((min(i * step, ROWS), 0), (max(0, min(step, ROWS - i * step)), COLUMNS)) for i in range(self.shards)
+            ]
             return tables_of(specs, [[Region(name, *box) for name in specs] for box in boxes] * self.dp)
         ranks = []
         for _ in range(self.dp):
@@ -85,7 +87,9 @@ def with_layer(maps: Maps, layer: int, new: np.ndarray) -> Maps:
 
 
 def random_model(rng: np.random.Generator) -> Model:
-    model = Model(layers=int(rng.integers(1, 5)), experts=4, ep=int(rng.choice([1, 2, 4])), dp=int(rng.choice([1, 2, 3])))
+    model = Model(
+        layers=int(rng.integers(1, 5)), experts=4, ep=int(rng.choice([1, 2, 4])), dp=int(rng.choice([1, 2, 3]))
+    )
     if rng.random() < 0.3:
         return replace(model, shards=int(rng.choice([2, 3])))
     return replace(model, pp=int(rng.integers(1, model.layers + 1)))

@@ -200,9 +200,8 @@ def test_parts_of_changes_are_those_layers_of_the_parts():
     later = planner.plan(MODEL.trainer(), new)
     whole = plan_transfer(MODEL.trainer(), new)
     changed = ("model.layers.1.", "model.layers.2.")
-    pairs = zip(
-        part_of(later.parts_of_changes(), whole, "rollout-1"), part_of(PlanParts(whole), whole, "rollout-1"), strict=True
-    )
+    parts = part_of(later.parts_of_changes(), whole, "rollout-1")
+    pairs = zip(parts, part_of(PlanParts(whole), whole, "rollout-1"), strict=True)
     for got, expected in pairs:
         assert got.trainer_ranks == expected.trainer_ranks
         assert got.table_fingerprint == expected.table_fingerprint
@@ -210,7 +209,8 @@ def test_parts_of_changes_are_those_layers_of_the_parts():
             mine, all_rows = getattr(got, rows), getattr(expected, rows)
             named = [expected.tensors.names[t] for t in all_rows.tensor.tolist()]
             kept = np.array([name.startswith(changed) for name in named], dtype=bool)
-            assert [got.tensors.names[t] for t in mine.tensor.tolist()] == [n for n, k in zip(named, kept, strict=True) if k]
+            wanted = [name for name, keep in zip(named, kept, strict=True) if keep]
+            assert [got.tensors.names[t] for t in mine.tensor.tolist()] == wanted
             for column in mine.__slots__:
                 if column != "tensor":
                     assert np.array_equal(getattr(mine, column), getattr(all_rows.take(kept), column)), column

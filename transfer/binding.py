@@ -22,7 +22,8 @@ __all__ = ["Receives", "bind", "cells_of", "digest_rows", "plan_order"]
 
 @dataclass(frozen=True, slots=True)
 class Receives:
-    """What the ranks of an instance receive or copy, in the order of the plan: (n,) columns, `offset` and `size` (n, D).
+    """What the ranks of an instance receive or copy, in the order of the plan; `offset` and `size` are (n, D), the rest
+    (n,).
 
     `row` is the row of the side that is written, `source` for a copy the row that it is copied from. `sends` are the
     places of the sends, `cell` (sends,) the trainer's cell of each.
@@ -85,7 +86,9 @@ def bind(side: Side, rows: IntArray | None, cells: Cells, tensors: int, label: C
     )
 
 
-def plan_order(dst_rank: IntArray, kind: IntArray, tensor: IntArray, offset: IntArray, dst_region: IntArray) -> IntArray:
+def plan_order(
+    dst_rank: IntArray, kind: IntArray, tensor: IntArray, offset: IntArray, dst_region: IntArray
+) -> IntArray:
     """The order of the operations of one instance in a plan."""
     return lex_sort([dst_rank, kind, tensor, *offset.T, dst_region])[0]
 

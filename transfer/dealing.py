@@ -1,10 +1,9 @@
 """Chooses the sources of a plan block by block, so that a change in one block leaves the choice in the others alone.
 
 A block is what one instance receives of one layer. What the other blocks put on each trainer rank is *expected* from
-numbers that no expert placement changes, by sharing the bytes of each pool of ranks out in fractions; then each block is
-dealt by itself, beside what is expected of the others. The sum over the blocks comes near the best possible wherever a
-placement asks for about the same of every expert; the planner looks at the sum, and deals all blocks together where it
-does not.
+numbers that no expert placement changes, by sharing out the bytes of each pool of ranks; then each block is dealt by
+itself, beside what is expected of the others. The sum over the blocks comes near the best possible wherever a placement
+asks for about the same of every expert; the planner looks at the sum, and deals all blocks together where it does not.
 """
 
 from __future__ import annotations
@@ -89,7 +88,8 @@ def others_load(pools: Pools, expected: Expected) -> FloatArray:
             room = _fill(weight[many].sum()[None], load[None, ranks])[0]
             own[np.ix_(many, ranks)] += weight[many, None] * (room / weight[many].sum())
             load[ranks] += room
-    return np.rint(np.maximum(load - own, 0.0))
+    others: FloatArray = np.rint(np.maximum(load - own, 0.0))
+    return others
 
 
 def deal_blocks(pools: Pools, pool: IntArray, weight: IntArray, block: IntArray, others: FloatArray) -> IntArray:
@@ -188,7 +188,8 @@ def _fill(budget: FloatArray, load: FloatArray) -> FloatArray:
     levels = (budget[:, None] + np.cumsum(low, axis=1)) / np.arange(1, load.shape[1] + 1)
     last = load.shape[1] - 1 - (levels > low)[:, ::-1].argmax(axis=1)
     level = levels[np.arange(load.shape[0]), last]
-    return np.maximum(level[:, None] - load, 0.0)
+    taken: FloatArray = np.maximum(level[:, None] - load, 0.0)
+    return taken
 
 
 def _lightness(key: IntArray, weight: IntArray) -> IntArray:

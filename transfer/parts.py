@@ -71,13 +71,12 @@ class PlanParts:
         o, d = plan.operations, plan.digests
         instances = len(plan.instances)
         self._relays = _relays(plan)
-        self._sends = _Index(np.flatnonzero(o.kind == Kind.SEND), o.src_rank, o.instance, (plan.trainer_world, instances))
+        sends = np.flatnonzero(o.kind == Kind.SEND)
+        self._sends = _Index(sends, o.src_rank, o.instance, (plan.trainer_world, instances))
         most = max(plan.instance_world)
         self._arrivals = _Index(None, o.instance, o.dst_rank, (instances, most))
-        self._digests = _Index(
-            None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(most, plan.trainer_world))
-        )
-        self._senders = trainer_ranks or [tuple(np.flatnonzero(sends).tolist()) for sends in self._sends.filled().T]
+        self._digests = _Index(None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(most, plan.trainer_world)))
+        self._senders = trainer_ranks or [tuple(np.flatnonzero(own).tolist()) for own in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
         self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}
         self._tables: dict[bytes, TensorTable] = {}
@@ -129,8 +128,7 @@ class PlanParts:
         self._in_world(rank, plan.instance_world[index], instance)
         rows = self._arrivals.find(index, rank)
         if self._relays is not None:
-            mine = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-            rows = np.union1d(mine, self._relays.find(index, rank))
+            rows = np.union1d(_numbers(rows), _numbers(self._relays.find(index, rank)))
         operations = _rows_of(plan.operations, rows)
         digests = _rows_of(plan.digests, self._digests.find(index - TRAINER, rank))
         used = self._used(digests.tensor, operations.tensor)
@@ -214,6 +212,10 @@ def _relays(plan: TransferPlan) -> _Index | None:
             "communicator"
         )
     return _Index(rows, o.instance, o.src_rank, (len(plan.instances), max(plan.instance_world)))
+
+
+def _numbers(rows: IntArray | slice) -> IntArray:
+    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
 
 
 def _take(column: IntArray, rows: IntArray | slice) -> IntArray:

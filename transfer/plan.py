@@ -52,10 +52,9 @@ class Operations:
     """m operations in columns, all int64, (m,) unless said otherwise.
 
     `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
-    `instance`,
-    `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank are the
-    destination's. Sorted by (instance, dst_rank, kind, tensor, offset, dst_region): so the boxes that two ranks exchange
-    are in one order on both sides, and equal instances have equal rows but for their sources.
+    `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
+    are the destination's. Sorted by (instance, dst_rank, kind, tensor, offset, dst_region): so the boxes that two ranks
+    exchange are in one order on both sides, and equal instances have equal rows but for their sources.
     """
 
     kind: IntArray

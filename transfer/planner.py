@@ -1,7 +1,7 @@
 """Makes a transfer plan from the tables of both sides. Pure: no torch, no I/O, equal input gives an equal plan.
 
-How, and why so: docs/architecture.md, "How a plan is made". `weightcast.transfer.replan` makes plans one after the other
-and keeps what did not change.
+How, and why so: docs/architecture.md, "How a plan is made". `weightcast.transfer.replan` makes plans one after the
+other and keeps what did not change.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def make_plan(
         if side.fingerprints not in made:
             receives = bind(side, None, sources.cells, len(pair.tensors), label)
             made[side.fingerprints] = receives, expect(pair, sources, side, receives)
-    receives = [made[side.fingerprints][0] for side in pair.instances]
+    received = [made[side.fingerprints][0] for side in pair.instances]
     each = [made[side.fingerprints][1] for side in pair.instances]
     expected = Expected(*(np.concatenate([getattr(one, name) for one in each]) for name in Expected.__slots__))
     others = others_load(sources.pools, expected)
-    dealt, level = _deal(pair, sources, receives, others)
+    dealt, level = _deal(pair, sources, received, others)
     plan = TransferPlan(
         tensors=pair.tensors,
         instances=tuple(side.name for side in pair.instances),
@@ -126,7 +126,7 @@ def make_plan(
             Operations,
             [
                 instance_operations(index, side, part, sources, entry)
-                for index, (side, part, entry) in enumerate(zip(pair.instances, receives, dealt.entry, strict=True))
+                for index, (side, part, entry) in enumerate(zip(pair.instances, received, dealt.entry, strict=True))
             ],
         ),
         digests=_digests(pair, sources, own),
@@ -162,16 +162,15 @@ def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Coll
     return rows
 
 
-def expect(
-    pair: Pair, sources: Sources, side: Side, receives: Receives, rows: IntArray | None = None
-) -> Expected:
+def expect(pair: Pair, sources: Sources, side: Side, receives: Receives, rows: IntArray | None = None) -> Expected:
     """What an instance is expected to ask for, by layer: for its slots, as much of each expert of a layer as of others.
 
     How large the regions in slots are counts, which expert is in them does not. `rows` are those of the side that were
     bound, None for all.
     """
     cells, world = sources.cells, pair.trainer.world
-    shape = layers, pools = pair.layers.shape[0], len(sources.pools)
+    layers = pair.layers.shape[0]
+    shape = layers, len(sources.pools)
     fixed = side.slot[receives.row[receives.sends]] == NO_SLOT
     cell, weight = receives.cell[fixed], weights(side, receives)[fixed].astype(np.float64)
     asked = _sums(pair.layer[cells.key[cell]], sources.pool[cell], weight, shape)
@@ -225,7 +224,7 @@ def _deal(pair: Pair, sources: Sources, receives: list[Receives], others: FloatA
 def weights(side: Side, receives: Receives) -> IntArray:
     """Bytes of each send, in the dtype in which it travels."""
     size = np.take(receives.size, receives.sends, axis=0)
-    return volumes(size) * ITEMSIZE[side.dtype[receives.tensor[receives.sends]]]
+    return np.asarray(volumes(size) * ITEMSIZE[side.dtype[receives.tensor[receives.sends]]])
 
 
 def loads_of(

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from weightcast.transfer.binding import Receives, bind, cells_of, digest_rows, plan_order
-from weightcast.transfer.columns import BoolArray, any_column, lex_sort, number_names, ranges
+from weightcast.transfer.changes import changed_layers, named_by_trainer, new_sides
+from weightcast.transfer.columns import BoolArray, lex_sort, ranges
 from weightcast.transfer.dealing import Expected, deal_blocks
 from weightcast.transfer.invariants import check_joined
-from weightcast.transfer.layout import IntArray, RegionTable, TensorTable, pad_boxes
+from weightcast.transfer.layout import IntArray, RegionTable
 from weightcast.transfer.parts import BUCKET_BYTES, PlanParts
 from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
 from weightcast.transfer.planner import (
@@ -42,19 +42,13 @@ from weightcast.transfer.planner import (
     weights,
 )
 from weightcast.transfer.regions import Cells
-from weightcast.transfer.sides import UNKNOWN, Pair, Side
+from weightcast.transfer.sides import Side
 from weightcast.transfer.tiling import Scope, filled, rows_at, spans
 
 __all__ = ["Planned", "Planner"]
 
-Bytes = npt.NDArray[np.uint8]
-
 _MOST_PIECES = 64
 """After so many plans of changes the whole plan is put together, so that what is kept of old ones does not grow."""
-
-
-_COMPARED = 1 << 15
-"""Bytes of names compared at a time, from the end."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +126,9 @@ class Planner:
         pair = last._made.pair
         if tuple(table.fingerprint for table in trainer) != pair.trainer.fingerprints:
             return None
-        if tuple(instances) != tuple(side.name for side in pair.instances) or not _named_by_trainer(pair):
+        if tuple(instances) != tuple(side.name for side in pair.instances) or not named_by_trainer(pair):
             return None
-        sides = _new_sides(pair, instances)
+        sides = new_sides(pair, instances)
         if sides is None:
             return None
         turns = enumerate(zip(pair.instances, sides, strict=True))
@@ -147,125 +141,12 @@ class Planner:
             return None
         # Equal instances that changed alike are compared once.
         apart = {(old.fingerprints, new.fingerprints): (old, new) for old, new in changed.values()}
-        layers = np.unique(np.concatenate([_changed_layers(pair, old, new) for old, new in apart.values()]))
+        layers = np.unique(np.concatenate([changed_layers(pair, old, new) for old, new in apart.values()]))
         return _Binder(last, tuple(sides), list(changed), layers).planned(check)
-
-
-def _named_by_trainer(pair: Pair) -> bool:
-    """Whether the trainer's tables alone say which tensors there are, in which order and how wide boxes are."""
-    tight = pair.tensors.width == max(1, int(pair.tensors.ndim.max(initial=1)))
-    return tight and not bool((pair.trainer.dtype == UNKNOWN).any())
 
 
 def _nothing(plan: TransferPlan) -> TransferPlan:
     return replace(plan, operations=plan.operations.between(0, 0), digests=plan.digests.between(0, 0))
-
-
-def _new_sides(pair: Pair, instances: Mapping[str, Sequence[RegionTable]]) -> list[Side] | None:
-    """The sides of new tables: the old ones where nothing changed; None where one is not of the old structure."""
-    made: dict[tuple[tuple[str, ...], tuple[str, ...]], Side] = {}
-    sides: list[Side] = []
-    for old, tables in zip(pair.instances, instances.values(), strict=True):
-        fingerprints = tuple(table.fingerprint for table in tables)
-        if fingerprints == old.fingerprints:
-            sides.append(old)
-            continue
-        key = old.fingerprints, fingerprints
-        if key not in made:
-            side = _new_side(pair, old, tables, fingerprints)
-            if side is None:
-                return None
-            made[key] = side
-        sides.append(made[key] if made[key].name == old.name else made[key].renamed(old.name))
-    return sides
-
-
-def _new_side(pair: Pair, old: Side, tables: Sequence[RegionTable], fingerprints: tuple[str, ...]) -> Side | None:
-    """`old` with the tables of those ranks that changed; None where counts, tensors, shapes or dtypes did."""
-    if [len(table) for table in tables] != np.diff(old.first).tolist():
-        return None
-    columns = {name: getattr(old, name).copy() for name in ("tensor", "offset", "size", "slot")}
-    width, declarations = pair.tensors.width, list(old.declared)
-    for rank, (table, known, found) in enumerate(zip(tables, old.fingerprints, fingerprints, strict=True)):
-        if known == found:
-            continue
-        rows = _declared(pair, old, rank, table.tensors)
-        if rows is None:
-            return None
-        declarations[rank] = rows
-        span = slice(int(old.first[rank]), int(old.first[rank + 1]))
-        columns["tensor"][span], columns["slot"][span] = rows[table.tensor], table.slot
-        columns["offset"][span] = pad_boxes(table.offset, width, 0)
-        columns["size"][span] = pad_boxes(table.size, width, 1)
-    declared = np.zeros(len(pair.tensors), dtype=np.bool_)
-    declared[columns["tensor"]] = True
-    if not np.array_equal(declared, old.dtype != UNKNOWN):
-        return None
-    return replace(
-        old,
-        fingerprints=fingerprints,
-        tables=tuple(table.tensors for table in tables),
-        declared=tuple(declarations),
-        **columns,
-    )
-
-
-def _declared(pair: Pair, old: Side, rank: int, new: TensorTable) -> IntArray | None:
-    """The pair's tensor for each of a rank's new ones; None for an unknown name, and where a shape or dtype changed.
-
-    Only what lies between the first and the last name that changed is looked up.
-    """
-    known, same = old.tables[rank], old.declared[rank]
-    length = min(len(known.joined_names), len(new.joined_names))
-    left, right = (np.frombuffer(table.joined_names, dtype=np.uint8) for table in (known, new))
-    before = int(np.count_nonzero(right[: _first_difference(left, right, length)] == 0))
-    after = int(np.count_nonzero(right[right.shape[0] - length + _last_difference(left, right, length) :] == 0))
-    after = min(after, min(len(new), len(known)) - before)
-    try:
-        rows = number_names(pair.index, new.names[before : len(new) - after])
-    except KeyError:
-        return None
-    kept = (slice(0, before), slice(0, before)), (slice(len(known) - after, None), slice(len(new) - after, None))
-    ours = slice(before, len(new) - after)
-    width = pair.tensors.width
-    if new.width != known.width or new.width > width:
-        return None
-    for name in ("shape", "ndim", "dtype"):
-        mine, theirs = getattr(new, name), getattr(known, name)
-        if not all(np.array_equal(theirs[was], mine[now]) for was, now in kept):
-            return None
-    if not (
-        np.array_equal(pad_boxes(new.shape[ours], width, 1), np.take(pair.tensors.shape, rows, axis=0))
-        and np.array_equal(new.ndim[ours], pair.tensors.ndim[rows])
-        and np.array_equal(new.dtype[ours], old.dtype[rows])
-    ):
-        return None
-    return np.concatenate([same[:before], rows, same[len(known) - after :]])
-
-
-def _first_difference(left: Bytes, right: Bytes, length: int) -> int:
-    """Where two texts begin to differ in their first `length` bytes; `length` where they do not."""
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
-
-
-def _last_difference(left: Bytes, right: Bytes, length: int) -> int:
-    """Where the bytes begin, among the last `length` of two texts, from which on these are the same."""
-    left, right = left[left.shape[0] - length :], right[right.shape[0] - length :]
-    for end in range(length, 0, -_COMPARED):
-        begin = max(end - _COMPARED, 0)
-        differs = np.flatnonzero(left[begin:end] != right[begin:end])
-        if differs.size:
-            return begin + int(differs[-1]) + 1
-    return 0
-
-
-def _changed_layers(pair: Pair, old: Side, new: Side) -> IntArray:
-    differs = (old.tensor != new.tensor) | (old.slot != new.slot)
-    differs |= any_column(old.offset != new.offset) | any_column(old.size != new.size)
-    rows = np.flatnonzero(differs)
-    return np.unique(pair.layer[np.concatenate([old.tensor[rows], new.tensor[rows]])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,9 +261,8 @@ class _Binder:
         begin, end = (np.searchsorted(sources.cells.key, pair.layer_start[layers + i]) for i in (0, 1))
         part = ranges(begin, end - begin)
         cells = sources.cells
-        some = Cells(
-            cells.key[part], np.take(cells.offset, part, axis=0), np.take(cells.size, part, axis=0), cells.start, cells.row
-        )
+        boxes = np.take(cells.offset, part, axis=0), np.take(cells.size, part, axis=0)
+        some = Cells(cells.key[part], *boxes, cells.start, cells.row)
         receives = bind(side, rows, some, len(pair.tensors), self._label)
         receives = replace(receives, cell=part[receives.cell])
         expected = expect(pair, sources, side, receives, rows)
@@ -432,7 +312,8 @@ def _put_together(made: Made, pieces: tuple[_Piece, ...]) -> TransferPlan:
             own = rows_at(sources[number].operations, operations[number][index])
             rows = rows_at(sources[number].digests, digests[number][index - TRAINER])
             if replaced.any():
-                own, rows = (t.take(np.flatnonzero(~replaced[t.tensor])) for t in (own, rows))
+                own = own.take(np.flatnonzero(~replaced[own.tensor]))
+                rows = rows.take(np.flatnonzero(~replaced[rows.tensor]))
             some_operations.append(own)
             some_digests.append(rows)
             if number and index in pieces[number - 1].instances:

@@ -13,7 +13,18 @@ from weightcast.transfer.plan import Rows
 from weightcast.transfer.regions import overlaps
 from weightcast.transfer.sides import Side
 
-__all__ = ["EVERYTHING", "Scope", "box_text", "filled", "outside", "region_rows", "rows_at", "same_columns", "spans", "tiling_fault"]
+__all__ = [
+    "EVERYTHING",
+    "Scope",
+    "box_text",
+    "filled",
+    "outside",
+    "region_rows",
+    "rows_at",
+    "same_columns",
+    "spans",
+    "tiling_fault",
+]
 
 
 @dataclass(frozen=True, slots=True)
