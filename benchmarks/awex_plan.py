@@ -17,7 +17,7 @@ from typing import Any
 
 from weightcast.transfer.layout import RankReport
 
-HOW_TO_GET_IT = "pip install --no-deps --target DIR awex==0.9.0, then --awex DIR"
+HOW_TO_GET_IT = "pip install --no-deps --target DIR -r requirements/bench.txt, then --awex DIR"
 
 
 def load(folder: Path | None) -> tuple[Any, str] | str:
