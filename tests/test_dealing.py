@@ -20,19 +20,32 @@ def pools_of(*ranks: list[int]) -> Pools:
 def test_a_block_looks_at_what_is_expected_of_the_others():
     pools, item = pools_of([0, 1]), np.zeros(1, dtype=np.int64)
     for others, chosen in (([0.0, 0.0], 0), ([5.0, 0.0], 1), ([5.0, 9.0], 0)):
-        assert deal_blocks(pools, item, np.array([4]), item, np.array([others])).tolist() == [chosen]
+        assert deal_blocks(pools, item, np.array([4]), item, np.array([others]), item).tolist() == [chosen]
 
 
 def test_heavy_items_first_and_runs_in_their_order():
     pools, zeros = pools_of([0, 1]), np.zeros(5, dtype=np.int64)
-    choice = deal_blocks(pools, zeros, np.array([2, 2, 2, 2, 8]), zeros, np.zeros((1, 2)))
+    choice = deal_blocks(pools, zeros, np.array([2, 2, 2, 2, 8]), zeros, np.zeros((1, 2)), zeros[:1])
     assert choice.tolist() == [1, 1, 1, 1, 0]
 
 
 def test_pools_with_one_member_count():
     pools = pools_of([1], [0, 1])
-    choice = deal_blocks(pools, np.array([0, 1]), np.array([3, 3]), np.zeros(2, dtype=np.int64), np.zeros((1, 2)))
+    choice = deal_blocks(
+        pools,
+        np.array([0, 1]),
+        np.array([3, 3]),
+        np.zeros(2, dtype=np.int64),
+        np.zeros((1, 2)),
+        np.zeros(1, dtype=np.int64),
+    )
     assert choice.tolist() == [0, 0]
+
+
+def test_what_does_not_come_out_even_goes_to_another_member_in_each_block():
+    pools, block = pools_of([0, 1, 2]), np.repeat(np.arange(3), 4)
+    choice = deal_blocks(pools, np.zeros_like(block), np.full(12, 5), block, np.zeros((3, 3)), np.arange(3))
+    assert np.bincount(choice).tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -76,13 +89,15 @@ def test_each_block_by_itself_gives_the_same(seed: int):
     rng = np.random.default_rng(seed)
     blocks, world = int(rng.integers(1, 6)), int(rng.integers(1, 7))
     pools, pool, weight, block, others = random_items(rng, blocks, world)
-    choice = deal_blocks(pools, pool, weight, block, others)
+    number = rng.integers(0, 1000, blocks)
+    choice = deal_blocks(pools, pool, weight, block, others, number)
     assert (choice >= 0).all()
     assert (choice < np.diff(pools.start)[pool]).all()
-    for number in range(blocks):
-        own = np.flatnonzero(block == number)
+    for which in range(blocks):
+        own = np.flatnonzero(block == which)
         if own.size:
-            alone = deal_blocks(pools, pool[own], weight[own], np.zeros_like(own), others[number : number + 1])
+            one = slice(which, which + 1)
+            alone = deal_blocks(pools, pool[own], weight[own], np.zeros_like(own), others[one], number[one])
             assert alone.tolist() == choice[own].tolist()
 
 
@@ -97,7 +112,7 @@ def test_one_block_is_dealt_like_everything_together(seed: int):
     def busiest(choice: np.ndarray) -> float:
         return np.bincount(pools.rank[pools.start[pool] + choice], weights=weight, minlength=world).max()
 
-    ours = busiest(deal_blocks(pools, pool, weight, block, np.zeros_like(others)))
+    ours = busiest(deal_blocks(pools, pool, weight, block, np.zeros_like(others), rng.integers(0, 9, 1)))
     assert ours <= busiest(deal(pools, pool, weight, world)) + weight.max()
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_support import Model, random_model, with_layer
-from plan_support import random_pair
+from plan_support import random_pair, tables_of
 
 from weightcast.transfer.errors import CoverageError, PlanError
 from weightcast.transfer.invariants import check_joined
-from weightcast.transfer.layout import RegionTable
+from weightcast.transfer.layout import NO_SLOT, Region, RegionTable, TensorSpec
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import TRAINER, Operations, RankPart, TransferPlan
 from weightcast.transfer.planner import plan_transfer
@@ -196,10 +196,10 @@ def part_of(parts: PlanParts, plan: TransferPlan, name: str) -> list[RankPart]:
 def test_parts_of_changes_are_those_layers_of_the_parts():
     planner, maps = Planner(), maps_of(10, 3)
     planner.plan(MODEL.trainer(), layouts(maps))
-    new = layouts(rebalanced(maps, "rollout-1", 1, 2))
+    new = layouts(rebalanced(maps, "rollout-1", 1))
     later = planner.plan(MODEL.trainer(), new)
     whole = plan_transfer(MODEL.trainer(), new)
-    changed = ("model.layers.1.", "model.layers.2.")
+    changed = "model.layers.1."
     parts = part_of(later.parts_of_changes(), whole, "rollout-1")
     pairs = zip(parts, part_of(PlanParts(whole), whole, "rollout-1"), strict=True)
     for got, expected in pairs:
@@ -214,6 +214,84 @@ def test_parts_of_changes_are_those_layers_of_the_parts():
             for column in mine.__slots__:
                 if column != "tensor":
                     assert np.array_equal(getattr(mine, column), getattr(all_rows.take(kept), column)), column
+
+
+SHAPES = {
+    **{f"layers.0.experts.{e}.w": TensorSpec((8, 4), "bfloat16") for e in range(3)},
+    "layers.0.norm": TensorSpec((8, 4), "bfloat16"),
+    "layers.1.norm": TensorSpec((8, 4), "bfloat16"),
+    "layers.0.first": TensorSpec((0, 4), "bfloat16"),
+    "layers.0.second": TensorSpec((0, 4), "bfloat16"),
+}
+
+
+def row(name: str, low: int = 0, high: int = 8, slot: int = NO_SLOT) -> Region:
+    size = SHAPES[name].shape[0] and high - low
+    return Region(name, (low, 0), (size, 4), slot)
+
+
+def expert(number: int, slot: int) -> Region:
+    return row(f"layers.0.experts.{number}.w", slot=slot)
+
+
+HELD = [row(name) for name in SHAPES if SHAPES[name].shape[0]]
+LAST = row("layers.1.norm")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "layers"),
+    [
+        pytest.param([row("layers.0.norm")] * 2, [row("layers.0.norm", 0, 4), row("layers.0.norm", 4)], None, id="cut"),
+        pytest.param([expert(0, 0), expert(1, 1)], [expert(0, 0), expert(2, 1)], None, id="another expert"),
+        pytest.param([expert(0, 0), expert(0, 1)], [expert(0, 1), expert(0, 0)], (0,), id="slots alone"),
+        pytest.param([expert(0, 0), expert(0, 1)], [expert(0, 0), expert(0, NO_SLOT)], None, id="no slot"),
+        pytest.param([expert(0, 0), expert(1, 1)], [expert(1, 0), expert(0, 1)], (0,), id="swapped"),
+        pytest.param(
+            [row("layers.0.first"), row("layers.0.second")],
+            [row("layers.0.second"), row("layers.0.first")],
+            None,
+            id="tensors that the trainer does not name",
+        ),
+    ],
+)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_changes_in_one_layer(before, after, layers, copies):
+    trainer, planner = tables_of(SHAPES, [HELD] * copies), Planner()
+    planner.plan(trainer, {"a": tables_of(SHAPES, [[*before, LAST]])})
+    changed = {"a": tables_of(SHAPES, [[*after, LAST]])}
+    later = planner.plan(trainer, changed)
+    assert_same_plan(later.plan, plan_transfer(trainer, changed))
+    if copies == 1:
+        assert later.layers == layers
+
+
+def test_tensors_that_are_declared_and_not_held():
+    trainer, rows = tables_of(SHAPES, [HELD]), [expert(0, 0), LAST]
+    mine = {region.tensor: SHAPES[region.tensor] for region in rows}
+    more = mine | {"layers.0.norm": SHAPES["layers.0.norm"]}
+    turned = dict(reversed(mine.items()))
+    for before, after in ((mine, more), (more, mine), (mine, turned)):
+        planner = Planner()
+        planner.plan(trainer, {"a": [RegionTable.from_regions(before, rows)]})
+        changed = {"a": [RegionTable.from_regions(after, rows)]}
+        assert_same_plan(planner.plan(trainer, changed).plan, plan_transfer(trainer, changed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_another_dtype_of_one_tensor(dtype):
+    trainer, rows = tables_of(SHAPES, [HELD]), [expert(0, 0), expert(1, 1), LAST]
+    planner = Planner()
+    planner.plan(trainer, {"a": tables_of(SHAPES, [rows])})
+    changed = {"a": tables_of(SHAPES | {"layers.0.experts.1.w": TensorSpec((8, 4), dtype)}, [rows])}
+    assert_same_plan(planner.plan(trainer, changed).plan, plan_transfer(trainer, changed))
+
+
+def test_what_is_expected_of_slots_is_what_they_ask_for():
+    """Without replicas on one rank, so that each slot receives its expert."""
+    even = [np.array([[0, 1], [2, 3], [4, 5], [6, 7], [0, 2]])] * MODEL.layers
+    made = Planner().plan(MODEL.trainer(), {"a": MODEL.instance(even)})._made
+    expected = made.expected.alone.sum(axis=1) + made.expected.shared.sum(axis=1)
+    assert expected.tolist() == made.asked.sum(axis=1).tolist()
 
 
 @settings(max_examples=120, deadline=None)

@@ -21,9 +21,6 @@ __all__ = ["Expected", "FloatArray", "deal_blocks", "others_load", "shared_pools
 
 FloatArray = npt.NDArray[np.float64]
 
-_MANY = 2
-"""So many boxes for each rank of a pool let a block use all of them."""
-
 _EXACT_SIZES = 64
 """Up to so many distinct weights of one pool in a block are dealt each on its own; more are taken together by powers of
 two."""
@@ -64,18 +61,21 @@ def water_level(pools: Pools, weight: FloatArray, world: int) -> FloatArray:
 def others_load(pools: Pools, expected: Expected) -> FloatArray:
     """(blocks, world) what is expected on each rank of all blocks but one, for each.
 
-    Pools are served one after the other. Of a pool first the blocks with few boxes are dealt, box by box, to its ranks
-    in turn; the rest rises to one level on top of that, and each block with many boxes uses all ranks alike, so that it
-    can make up for what its map asks of them.
+    Pools are served one after the other. Of a pool first the blocks with fewer boxes than ranks are dealt, box by box,
+    to the ranks in turn. The rest rises to one level on top of that, and each block with more boxes uses all ranks
+    alike, so that it can make up for what its map asks of them. Where boxes leave a rank below the level of fractions
+    it counts as level: each block would fill the same gap.
     """
     own = expected.alone.copy()
     load = own.sum(axis=0)
+    level = load.copy()
     for column, pool in enumerate(shared_pools(pools).tolist()):
         weight, items = expected.shared[:, column], expected.items[:, column]
         if not weight.any():
             continue
         ranks = pools.rank[pools.start[pool] : pools.start[pool + 1]]
-        few = np.flatnonzero((weight > 0) & (items < _MANY * ranks.shape[0]))
+        level[ranks] += _fill(weight.sum()[None], level[None, ranks])[0]
+        few = np.flatnonzero((weight > 0) & (items < ranks.shape[0]))
         if few.size:
             count = np.maximum(np.rint(items[few]), 1.0).astype(np.int64)
             block, box = np.repeat(few, count), np.repeat(weight[few] / count, count)
@@ -88,16 +88,20 @@ def others_load(pools: Pools, expected: Expected) -> FloatArray:
             room = _fill(weight[many].sum()[None], load[None, ranks])[0]
             own[np.ix_(many, ranks)] += weight[many, None] * (room / weight[many].sum())
             load[ranks] += room
-    others: FloatArray = np.rint(np.maximum(load - own, 0.0))
+    others: FloatArray = np.rint(np.maximum(np.maximum(load, level) - own, 0.0))
     return others
 
 
-def deal_blocks(pools: Pools, pool: IntArray, weight: IntArray, block: IntArray, others: FloatArray) -> IntArray:
+def deal_blocks(
+    pools: Pools, pool: IntArray, weight: IntArray, block: IntArray, others: FloatArray, number: IntArray
+) -> IntArray:
     """Chooses a member of its pool for each item: its index in the pool (n,). Blocks do not look at one another.
 
     `pool`, `weight` (bytes, > 0) and `block` are (n,); `others` (blocks, world) is the load that the ranks have from
-    elsewhere. Within a block pools are served in their order, heavy items first; items of one weight are dealt in
-    contiguous runs, in their given order, such that the loads of the members rise to one level.
+    elsewhere, `number` (blocks,) that of the block in the plan. Within a block pools are served in their order, heavy
+    items first; items of one weight are dealt in contiguous runs, in their given order, such that the loads of the
+    members rise to one level. The block's number says which member is the first, so that what does not come out even
+    goes to another one in each block.
     """
     choice = np.zeros(pool.shape[0], dtype=np.int64)
     blocks, world = others.shape
@@ -112,7 +116,7 @@ def deal_blocks(pools: Pools, pool: IntArray, weight: IntArray, block: IntArray,
     batches = _Batches(pools, pool[items], weight[items], block[items])
     for turn in range(len(batches)):
         rows, group = batches.take(turn)
-        vessels = _Vessels(pools, batches.pool[group], batches.block[group] * world)
+        vessels = _Vessels(pools, batches.pool[group], batches.block[group] * world, number[batches.block[group]])
         chosen = vessels.deal(load, weight[items[rows]], batches.group[rows] - group[0])
         choice[items[rows]] = chosen
     return choice
@@ -153,13 +157,14 @@ class _Batches:
 
 
 class _Vessels:
-    """The members of some pools, one pool a row, filled up with numbers that mean nobody."""
+    """The members of some pools, one pool a row, each row begun at another member and filled up with nobody."""
 
-    def __init__(self, pools: Pools, pool: IntArray, base: IntArray) -> None:
-        count = np.diff(pools.start)[pool]
-        member = np.arange(int(count.max()), dtype=np.int64)
-        self.real = member < count[:, None]
-        self.place = base[:, None] + pools.rank[np.where(self.real, pools.start[pool][:, None] + member, 0)]
+    def __init__(self, pools: Pools, pool: IntArray, base: IntArray, first: IntArray) -> None:
+        count = np.diff(pools.start)[pool][:, None]
+        column = np.arange(int(count.max()), dtype=np.int64)
+        self.real = column < count
+        self.member = (column + first[:, None]) % count
+        self.place = base[:, None] + pools.rank[pools.start[pool][:, None] + self.member]
 
     def deal(self, load: FloatArray, weight: IntArray, group: IntArray) -> IntArray:
         """The member for each item; items come ordered by group. Adds what they weigh to `load`."""
@@ -176,7 +181,7 @@ class _Vessels:
         vessel = np.searchsorted((base[:, None] + edge).ravel(), base[group] + middle)
         added = np.bincount(vessel, weights=weight, minlength=groups * width)
         load[self.place[self.real]] += added[self.real.ravel()]
-        return np.asarray(vessel - group * width)
+        return np.asarray(self.member.ravel()[vessel])
 
 
 def _fill(budget: FloatArray, load: FloatArray) -> FloatArray:

@@ -212,7 +212,7 @@ def _deal(pair: Pair, sources: Sources, receives: list[Receives], others: FloatA
     layer = pair.layer[sources.cells.key]
     block = np.concatenate([index * layers + layer[part.cell] for index, part in enumerate(receives)])
     weight = np.concatenate([weights(side, part) for side, part in zip(pair.instances, receives, strict=True)])
-    choice = deal_blocks(sources.pools, pool, weight, block, others)
+    choice = deal_blocks(sources.pools, pool, weight, block, others, np.arange(others.shape[0], dtype=np.int64))
     asked, sent = loads_of(sources, cell, choice, weight, block, others.shape)
     level = balanced(sources, asked, sent)
     if not level:

@@ -224,7 +224,7 @@ class _Binder:
         cell = np.concatenate([made.receives.cell for made in bound])
         weight = np.concatenate([made.weight for made in bound])
         block = np.concatenate([number * count + made.block for number, made in enumerate(bound)])
-        choice = deal_blocks(sources.pools, sources.pool[cell], weight, block, old.others[blocks])
+        choice = deal_blocks(sources.pools, sources.pool[cell], weight, block, old.others[blocks], blocks)
         asked, sent = old.asked.copy(), old.sent.copy()
         shape = blocks.shape[0], sent.shape[1]
         asked[blocks], sent[blocks] = loads_of(sources, cell, choice, weight, block, shape)
