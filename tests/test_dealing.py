@@ -68,6 +68,12 @@ def test_blocks_with_many_boxes_use_all_ranks():
     assert others_load(pools, expected).tolist() == [[2, 2, 2], [2, 2, 2]]
 
 
+def test_a_gap_that_boxes_leave_is_not_offered_to_every_block():
+    pools = pools_of([0, 1, 2])
+    expected = Expected(np.zeros((2, 3)), np.full((2, 1), 6.0), np.array([[1.0], [100.0]]))
+    assert others_load(pools, expected).tolist() == [[4, 0, 4], [1, 6, 1]]
+
+
 def random_items(rng: np.random.Generator, blocks: int, world: int) -> tuple:
     count = int(rng.integers(1, 6))
     drawn = [rng.choice(world, rng.integers(1, world + 1), replace=False) for _ in range(count)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from map_support import Model, random_model, with_layer
 from plan_support import random_pair, tables_of
 
-from weightcast.transfer.errors import CoverageError, PlanError
+from weightcast.transfer.errors import CoverageError, LayoutError, PlanError
 from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import NO_SLOT, Region, RegionTable, TensorSpec
 from weightcast.transfer.parts import PlanParts
@@ -230,6 +230,10 @@ def row(name: str, low: int = 0, high: int = 8, slot: int = NO_SLOT) -> Region:
     return Region(name, (low, 0), (size, 4), slot)
 
 
+def empty(name: str) -> Region:
+    return Region(name, (4, 0), (0, 4))
+
+
 def expert(number: int, slot: int) -> Region:
     return row(f"layers.0.experts.{number}.w", slot=slot)
 
@@ -243,6 +247,12 @@ LAST = row("layers.1.norm")
     [
         pytest.param([row("layers.0.norm")] * 2, [row("layers.0.norm", 0, 4), row("layers.0.norm", 4)], None, id="cut"),
         pytest.param([expert(0, 0), expert(1, 1)], [expert(0, 0), expert(2, 1)], None, id="another expert"),
+        pytest.param(
+            [row("layers.0.norm"), empty("layers.0.experts.0.w")],
+            [empty("layers.0.norm"), row("layers.0.experts.0.w")],
+            None,
+            id="another tensor",
+        ),
         pytest.param([expert(0, 0), expert(0, 1)], [expert(0, 1), expert(0, 0)], (0,), id="slots alone"),
         pytest.param([expert(0, 0), expert(0, 1)], [expert(0, 0), expert(0, NO_SLOT)], None, id="no slot"),
         pytest.param([expert(0, 0), expert(1, 1)], [expert(1, 0), expert(0, 1)], (0,), id="swapped"),
@@ -284,6 +294,16 @@ def test_another_dtype_of_one_tensor(dtype):
     planner.plan(trainer, {"a": tables_of(SHAPES, [rows])})
     changed = {"a": tables_of(SHAPES | {"layers.0.experts.1.w": TensorSpec((8, 4), dtype)}, [rows])}
     assert_same_plan(planner.plan(trainer, changed).plan, plan_transfer(trainer, changed))
+
+
+def test_another_number_of_dimensions_is_refused():
+    flat, square = TensorSpec((8,), "bfloat16"), TensorSpec((8, 1), "bfloat16")
+    specs = {"w": square, "v": TensorSpec((8, 4), "bfloat16")}
+    v, planner = Region("v", (0, 0), (8, 4)), Planner()
+    trainer = tables_of(specs, [[Region("w", (0, 0), (8, 1)), v]])
+    planner.plan(trainer, {"a": trainer})
+    with pytest.raises(LayoutError, match=r"'w' has shape \[8\] on a rank 0 but shape \[8, 1\] on trainer rank 0"):
+        planner.plan(trainer, {"a": tables_of(specs | {"w": flat}, [[Region("w", (0,), (8,)), v]])})
 
 
 def test_what_is_expected_of_slots_is_what_they_ask_for():
