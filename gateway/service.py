@@ -331,11 +331,15 @@ class Pair:
         """What a rank that reported ready is to do: the order "run", or "end" when the update was called off."""
         instance = self._instance_in(name, epoch)
 
+        def last() -> Order:
+            # Of this epoch: the next one may have begun before this rank was woken.
+            return next(order for order in reversed(instance.orders) if order.epoch == epoch)
+
         def decided() -> bool:
-            return instance.orders[-1].action in ("run", "end", "failed")
+            return last().action in ("run", "end", "failed")
 
         await self.poll(decided, wait)
-        return instance.orders[-1] if decided() else None
+        return last() if decided() else None
 
     async def transferred(self, name: str, epoch: int, rank: int) -> None:
         """A trainer rank has sent its part."""
