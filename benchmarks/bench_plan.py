@@ -2,7 +2,7 @@
 
     make bench                              # all cases, with Awex 0.9.0
     python benchmarks/bench_plan.py --case k2-equal --awex DIR
-    python benchmarks/bench_plan.py --model deepseek-v3 --pp 8 --ep 16 --instances 4 --instance-ep 32 --redundant 32
+    python benchmarks/bench_plan.py --model deepseek-v3 --trainer pp8xep16 --instances 4 --instance-ep 32 --redundant 32
 
 Every case runs in processes of its own: one makes the rank reports, one is the gateway and gets nothing but their
 bytes, one is Awex's planner. Times are CPU and wall seconds, the least of some runs. All is on one core.
@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import sys
 import time
@@ -35,15 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import awex_plan
 import numpy as np
-from plan_layouts import (
-    SHAPES,
-    ModelShape,
-    TrainerShape,
-    instance_reports,
-    random_maps,
-    same_rank_pairs,
-    trainer_reports,
-)
+from plan_layouts import instance_reports, random_maps, same_rank_pairs, trainer_reports
 
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.transfer.layout import RegionTable
@@ -51,6 +45,7 @@ from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import Kind, TransferPlan
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.replan import Planned, Planner
+from weightcast.transfer.shapes import MODELS, ModelShape
 from weightcast.transfer.summary import traffic_of
 from weightcast.transfer.wire import decode_part, decode_report, encode_part, encode_report
 
@@ -62,8 +57,9 @@ Tables = dict[str, tuple[RegionTable, ...]]
 class Case:
     """A trainer and `instances` instances of `ep` ranks; `different` maps or one map for all."""
 
+    name: str
     model: ModelShape
-    trainer: TrainerShape
+    trainer: str
     instances: int
     ep: int
     tp: int = 1
@@ -71,8 +67,8 @@ class Case:
     different: bool = True
 
     @property
-    def ranks(self) -> int:
-        return self.trainer.world + self.instances * self.ep
+    def trainer_world(self) -> int:
+        return math.prod(int(n) for n in re.findall(r"\d+", self.trainer))
 
     def maps(self, instance: int) -> np.ndarray:
         return random_maps(self.model, self.redundant, instance if self.different else 0)
@@ -81,23 +77,23 @@ class Case:
         m = self.model
         maps = "different maps" if self.different else "one map"
         return (
-            f"{m.name} {m.layers - m.dense_layers}x{m.experts}, trainer {self.trainer} ({self.trainer.world}), "
+            f"{self.name} {m.moe_layers}x{m.experts}, trainer {self.trainer} ({self.trainer_world}), "
             f"{self.instances} x EP{self.ep}{f'/TP{self.tp}' if self.tp > 1 else ''}, "
             f"{self.redundant} redundant slots, {maps}"
         )
 
 
-K2 = SHAPES["kimi-k2"]
-TWICE_K2 = replace(K2, name="kimi-k2, layers twice", layers=2 * K2.layers, dense_layers=2 * K2.dense_layers)
+K2 = MODELS["kimi-k2"]
+TWICE_K2 = replace(K2, moe_layers=2 * K2.moe_layers, dense_layers=2 * K2.dense_layers)
 CASES = {
-    "k2-equal": Case(K2, TrainerShape(8, 32), 8, 16, redundant=16, different=False),
-    "k2-different": Case(K2, TrainerShape(8, 32), 8, 16, redundant=16),
-    "k2-twice": Case(TWICE_K2, TrainerShape(8, 32), 8, 16, redundant=16),
-    "k2-1024": Case(K2, TrainerShape(8, 32, 4), 64, 16, redundant=16, different=False),
-    "k2-1024-wide": Case(K2, TrainerShape(8, 32, 4), 16, 64, redundant=64),
-    "deepseek": Case(SHAPES["deepseek-v3"], TrainerShape(8, 16), 4, 32, tp=8, redundant=32),
-    "qwen3-235b": Case(SHAPES["qwen3-235b"], TrainerShape(4, 8, 4), 4, 16, tp=4, redundant=32),
-    "qwen3-30b": Case(SHAPES["qwen3-30b"], TrainerShape(fsdp=32, dp=2), 4, 8, tp=4, redundant=16),
+    "k2-equal": Case("kimi-k2", K2, "pp8xep32", 8, 16, redundant=16, different=False),
+    "k2-different": Case("kimi-k2", K2, "pp8xep32", 8, 16, redundant=16),
+    "k2-twice": Case("kimi-k2, layers twice", TWICE_K2, "pp8xep32", 8, 16, redundant=16),
+    "k2-1024": Case("kimi-k2", K2, "pp8xep32xdp4", 64, 16, redundant=16, different=False),
+    "k2-1024-wide": Case("kimi-k2", K2, "pp8xep32xdp4", 16, 64, redundant=64),
+    "deepseek": Case("deepseek-v3", MODELS["deepseek-v3"], "pp8xep16", 4, 32, tp=8, redundant=32),
+    "qwen3-235b": Case("qwen3-235b-a22b", MODELS["qwen3-235b-a22b"], "pp4xep8xdp4", 4, 16, tp=4, redundant=32),
+    "qwen3-30b": Case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], "fsdp32xdp2", 4, 8, tp=4, redundant=16),
 }
 DEFAULT = tuple(CASES)
 
@@ -271,9 +267,9 @@ def peer(case: Case, encoded: Encoded, folder: Path | None, ranks: int) -> tuple
     instance = instance_reports("rollout-0", case.model, maps, case.ep, case.tp)
     inference = case.instances * case.ep
     some = [inference * i // ranks for i in range(ranks)]
-    some += [inference + case.trainer.world * i // ranks for i in range(ranks)]
+    some += [inference + case.trainer_world * i // ranks for i in range(ranks)]
     seconds = awex_plan.seconds_per_rank(module, trainer, instance, case.instances, some)
-    total = np.mean(seconds[:ranks]) * inference + np.mean(seconds[ranks:]) * case.trainer.world
+    total = np.mean(seconds[:ranks]) * inference + np.mean(seconds[ranks:]) * case.trainer_world
     return version, float(total), seconds
 
 
@@ -285,7 +281,7 @@ def _alone(what: Callable[..., T], *arguments: object) -> T:
 
 def show(name: str, case: Case, m: Measured, awex: tuple[str, float, list[float]] | str) -> None:
     """A table of one case."""
-    print(f"\n{name}: {case}; {case.ranks} ranks")
+    print(f"\n{name}: {case}; {case.trainer_world + case.instances * case.ep} ranks")
     print(f"  {'':36} {'CPU':>9} {'wall':>9}   target")
     for row, (cpu, wall) in m.seconds.items():
         print(f"  {row:36} {cpu:7.3f} s {wall:7.3f} s   {TARGETS.get(row, {}).get(name, '')}".rstrip())
@@ -310,9 +306,8 @@ def show(name: str, case: Case, m: Measured, awex: tuple[str, float, list[float]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=None, metavar="NAME", help=", ".join(CASES))
-    parser.add_argument("--model", choices=sorted(SHAPES), help="a case of your own")
-    for option, default in (("pp", 1), ("ep", 1), ("dp", 1), ("fsdp", 0)):
-        parser.add_argument(f"--{option}", type=int, default=default, help="of the trainer")
+    parser.add_argument("--model", choices=sorted(MODELS), help="a case of your own")
+    parser.add_argument("--trainer", default="pp1xep1", help="its ranks, as in `weightcast plan --shape`")
     for option, default in (("instances", 1), ("instance-ep", 8), ("instance-tp", 1), ("redundant", 0)):
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--maps", choices=["equal", "different"], default="different")
@@ -322,10 +317,8 @@ def main() -> int:
     a = parser.parse_args()
     cases = {name: CASES[name] for name in a.case or DEFAULT}
     if a.model:
-        shape = TrainerShape(a.pp, a.ep, a.dp, a.fsdp)
-        own = Case(
-            SHAPES[a.model], shape, a.instances, a.instance_ep, a.instance_tp, a.redundant, a.maps == "different"
-        )
+        model, different = MODELS[a.model], a.maps == "different"
+        own = Case(a.model, model, a.trainer, a.instances, a.instance_ep, a.instance_tp, a.redundant, different)
         cases = {"own": own}
     print(f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {platform.system()}")
     print(f"Python {platform.python_version()}, numpy {np.__version__}; all on one core, the least of {a.repeat} runs")

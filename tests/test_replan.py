@@ -100,6 +100,27 @@ def test_equal_instances_that_change_alike():
     assert_same_plan(later.plan, plan_transfer(MODEL.trainer(), layouts(new)))
 
 
+def test_equal_instances_beside_different_copies_of_the_trainer():
+    """Each instance shares its host with one of two copies, is expected to ask that one, and is bound again there."""
+    model = Model(layers=4, experts=8, ep=4, dp=2)
+    maps = maps_of(4, 1, model)["rollout-0"]
+    hosts = Hosts.by_name(["left"] * 4 + ["right"] * 4, [["left"] * 4, ["right"] * 4])
+    planner = Planner()
+    first = planner.plan(model.trainer(), dict.fromkeys("ab", model.instance(maps)), hosts=hosts)
+    asked = first._made.expected.alone.reshape(2, -1, 8).sum(axis=1) > 0
+    assert asked.tolist() == [[True] * 4 + [False] * 4, [False] * 4 + [True] * 4]
+    maps = with_layer(maps, 2, model.random_map(np.random.default_rng(9), 4, 4))
+    later = planner.plan(model.trainer(), dict.fromkeys("ab", model.instance(maps)), hosts=hosts)
+    assert later.layers == (2,)
+    for plan in (first.plan, later.plan):
+        o = plan.operations
+        sends = o.take(np.flatnonzero(o.kind == Kind.SEND))
+        assert ((sends.src_rank >= 4) == (sends.instance == 1)).all()
+    moved = planner.plan(model.trainer(), dict.fromkeys("ab", model.instance(maps)))
+    assert moved.layers is None
+    assert_same_plan(moved.plan, plan_transfer(model.trainer(), dict.fromkeys("ab", model.instance(maps))))
+
+
 def test_the_plan_before_stays_as_it_was():
     planner, maps = Planner(), maps_of(5, 2)
     planner.plan(MODEL.trainer(), layouts(maps))

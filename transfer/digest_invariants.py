@@ -102,11 +102,12 @@ class _Side:
         """Equal cells are equal boxes, and cells tile every tensor in each dtype in which an instance has it."""
         distinct = self._distinct_cells()
         wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
+        inside = np.arange(wanted.shape[1]) if self.scope.tensors is None else np.flatnonzero(self.scope.tensors)
         for side in pair.instances:
-            held = np.flatnonzero(self.scope.wanted(side.held))
+            held = inside[side.held[inside]]
             wanted[side.dtype[held], held] = True
         made = np.bincount(self.rows.dtype, minlength=len(NAMES))
-        for dtype in np.flatnonzero(wanted.any(axis=1) | (made > 0)).tolist():
+        for dtype in np.flatnonzero(wanted[:, inside].any(axis=1) | (made > 0)).tolist():
             self._check_cells(distinct[self.rows.dtype[distinct] == dtype], wanted[dtype])
             self._check_regions(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype])
 
