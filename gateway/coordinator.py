@@ -17,7 +17,7 @@ from weightcast.gateway.records import Order
 from weightcast.gateway.service import Pair, as_weightcast_error
 from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
 from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.replan import Planner
 from weightcast.transfer.topology import Hosts
 
 __all__ = ["connect", "connect_instances", "watched"]
@@ -105,9 +105,12 @@ def _trainer_layout(pair: Pair) -> TrainerLayout:
 async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     trainer = _trainer_layout(pair)
     tables = {name: layout.tables for name, layout in layouts.items()}
+    # Instances that connect anew after their experts moved are planned from what changed.
+    planner = pair.planners.setdefault(tuple(tables), Planner())
     try:
         hosts = Hosts.by_name(trainer.hosts, [layout.hosts for layout in layouts.values()])
-        plan = await asyncio.to_thread(plan_transfer, trainer.tables, tables, hosts=hosts)
+        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts)
+        plan = await asyncio.to_thread(lambda: planned.plan)
         parts = await asyncio.to_thread(PlanParts, plan, pair.spec.bucket_bytes)
     except WeightcastError as error:
         for name in layouts:

@@ -22,6 +22,7 @@ from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.store import SavedInstance, Store
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport
+from weightcast.transfer.replan import Planner
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
@@ -62,6 +63,7 @@ class Pair(Side):
         self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
         self.trainer_reports: dict[int, RankReport] = {}
         self.trainer_layout: TrainerLayout | None = None
+        self.planners: dict[tuple[str, ...], Planner] = {}
         self.offers: dict[int, int] = {}
         self.conflict: WeightcastError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
@@ -261,6 +263,7 @@ class Pair(Side):
             if instance.leaving:
                 instance.leaving = False
                 instance.on(Event.LEAVE)
+                self.planners = {names: p for names, p in self.planners.items() if instance.name not in names}
                 instance.give_soon(Order("left", instance.record.epoch, reason=str(instance.failure or "")))
 
     @classmethod
