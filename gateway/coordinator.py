@@ -20,7 +20,7 @@ from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.replan import Planner
 from weightcast.transfer.topology import Hosts
 
-__all__ = ["connect", "connect_instances", "watched"]
+__all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -31,7 +31,7 @@ async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
         pair.acting = pair.generation
         instances = pair.present
         try:
-            await _merge_trainer(pair)
+            await merge_trainer_reports(pair)
         except WeightcastError as error:
             for instance in instances:
                 await _connect_failed(pair, instance, error)
@@ -74,7 +74,8 @@ async def _engine_connect(instance: Instance, host: str, port: int) -> None:
             instance.failure = error
 
 
-async def _merge_trainer(pair: Pair) -> None:
+async def merge_trainer_reports(pair: Pair) -> None:
+    """The trainer's layout, once all of its ranks have registered. Raises DeadlineError naming who has not."""
     if pair.trainer_layout is None:
         await pair.wait(
             lambda: len(pair.trainer_reports) == pair.spec.trainer_world,

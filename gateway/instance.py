@@ -194,7 +194,6 @@ class Instance(Side):
             self.store.save_soon(self.saved())
         self.identities[rank] = identity
         self.reports[rank] = report
-        self.hear(rank, time.monotonic())
         await self.notify()
         return committed
 

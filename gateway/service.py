@@ -110,7 +110,6 @@ class Pair(Side):
             self._new_generation(rank)
         self.trainer_reports[rank] = report
         self._starts[rank] = start
-        self.hear(rank, time.monotonic())
         await self.notify()
         return self.generation
 
