@@ -32,9 +32,9 @@ async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
         instances = pair.present
         try:
             await merge_trainer_reports(pair)
-        except WeightcastError as error:
+        except Exception as error:  # whatever it is, the ranks have to be told
             for instance in instances:
-                await _connect_failed(pair, instance, error)
+                await _connect_failed(pair, instance, as_weightcast_error(error))
         else:
             await connect_instances(pair, instances, gateway_host, gateway_port)
         pair.let_go()
@@ -61,7 +61,11 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
         else:
             good[instance.name] = instance.layout = layout
     if good:
-        await _plan(pair, good)
+        try:
+            await _plan(pair, good)
+        except Exception as error:
+            for name in good:
+                await _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
     await asyncio.gather(*(_finish_connect(pair, i, calls[i.name]) for i in instances))
 
 

@@ -255,6 +255,8 @@ class Instance(Side):
     async def join(self, epoch: int, member: str) -> None:
         """A member of the communicator has joined it."""
         self.check_epoch(epoch)
+        if member not in self.members:
+            raise InputError(f"{member!r} is no member of the communicator of instance {self.name}")
         self.joined.add(member)
         await self.notify()
 
