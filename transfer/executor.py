@@ -15,10 +15,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weightcast.transfer.colocated import share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.messages import IN_FLIGHT
+from weightcast.transfer.neighbours import Neighbours
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.rounds import make_schedule
 from weightcast.transfer.transports.base import Communicator, Exchange
@@ -30,8 +32,9 @@ __all__ = ["Executor", "TransferReport", "member_labels"]
 class TransferReport:
     """What one run of one rank moved, and where its time went.
 
+    `bytes_sent` and `bytes_received` travelled in messages; `bytes_shared` were read in place, by this rank or from it.
     `exchange_seconds` is time spent waiting for messages; what moves while this rank packs or unpacks does not count
-    there.
+    there. `shared_seconds` is time spent reading in place, and waiting for those who do.
     """
 
     bytes_sent: int
@@ -43,6 +46,8 @@ class TransferReport:
     unpack_seconds: float
     replicate_seconds: float
     seconds: float
+    bytes_shared: int = 0
+    shared_seconds: float = 0.0
 
 
 def member_labels(part: RankPart) -> tuple[str, ...]:
@@ -54,11 +59,15 @@ def member_labels(part: RankPart) -> tuple[str, ...]:
 class Executor:
     """One rank's part of the updates of one instance, over its live memory and the instance's communicator.
 
+    With `neighbours` boxes move through shared memory where both ends can.
+
     Raises StalePlanError when the part was planned for another table than `layout` has, PlanError for a part that does
     not fit the layout or the group.
     """
 
-    def __init__(self, part: RankPart, layout: RankLayout, group: Communicator) -> None:
+    def __init__(
+        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours | None = None
+    ) -> None:
         if part.is_trainer and part.rank not in part.trainer_ranks:
             raise PlanError(
                 f"{part.instance}: trainer rank {part.rank} sends nothing to it and is no member of its group"
@@ -77,12 +86,13 @@ class Executor:
         self._instance = part.instance
         self._layout = layout
         self._group = group
-        self._schedule = make_schedule(part, layout, group.device)
+        self._shared = share(part, layout, group, neighbours or Neighbours(), member_labels(part))
+        self._schedule = make_schedule(self._shared.left, layout, group.device)
 
     @property
     def staging_bytes(self) -> int:
         """Memory this executor holds beside the parameters."""
-        return self._schedule.staging.nbytes
+        return self._schedule.staging.nbytes + self._shared.staging_bytes
 
     def run(self, deadline: Deadline) -> TransferReport:
         """Moves this rank's boxes once. All members have to run, at about the same time.
@@ -105,6 +115,8 @@ class Executor:
                 "described; connect again to plan anew"
             )
         schedule, clock = self._schedule, _Clock()
+        self._shared.begin(deadline)
+        clock.charge("shared")
         under_way: deque[tuple[int, Exchange]] = deque()
         for number, step in enumerate(schedule.rounds):
             if len(under_way) == IN_FLIGHT:
@@ -114,6 +126,8 @@ class Executor:
             under_way.append((number, self._group.post(step.sends, step.receives)))
         while under_way:
             self._finish(*under_way.popleft(), deadline, clock)
+        self._shared.finish(deadline)
+        clock.charge("shared")
         schedule.replicate.run()
         if self._group.device.type == "cuda":
             torch.cuda.current_stream(self._group.device).synchronize()
@@ -128,6 +142,8 @@ class Executor:
             clock.spent["unpack"],
             clock.spent["replicate"],
             sum(clock.spent.values()),
+            self._shared.nbytes,
+            clock.spent["shared"],
         )
 
     def _finish(self, number: int, exchange: Exchange, deadline: Deadline, clock: _Clock) -> None:
@@ -148,7 +164,7 @@ class _Clock:
     """Charges the time since the last charge to a phase."""
 
     def __init__(self) -> None:
-        self.spent = {"pack": 0.0, "exchange": 0.0, "unpack": 0.0, "replicate": 0.0}
+        self.spent = {"pack": 0.0, "exchange": 0.0, "unpack": 0.0, "replicate": 0.0, "shared": 0.0}
         self._last = time.perf_counter()
 
     def charge(self, phase: str) -> None:

@@ -21,7 +21,7 @@ from weightcast.transfer.runs import SCRATCH_BYTES
 from weightcast.transfer.strided import StridedCopies, contiguous_strides, join
 from weightcast.transfer.transports.base import Message
 
-__all__ = ["Round", "Schedule", "make_schedule"]
+__all__ = ["Round", "Schedule", "check_operations", "in_memory", "make_schedule"]
 
 _ALIGNMENT = 64
 _MEMORY, _WIRE = 0, 1
@@ -75,7 +75,7 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> S
 
     Staging memory stays within `part.bucket_bytes`, but for at most 64 bytes a message.
     """
-    _check_operations(part, layout)
+    check_operations(part, layout)
     ops = part.operations
     sent = np.flatnonzero(ops.kind == Kind.SEND)
     copied = np.flatnonzero(ops.kind == Kind.COPY)
@@ -91,7 +91,7 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> S
     return Schedule(rounds, replicate, staging, sends, receives, bytes_copied)
 
 
-def _check_operations(part: RankPart, layout: RankLayout) -> None:
+def check_operations(part: RankPart, layout: RankLayout) -> None:
     """A part came over a network: what it names must lie where this rank holds it."""
     ops, where = part.operations, f"{part.instance} {'trainer' if part.is_trainer else 'rank'} {part.rank}"
     if (ops.kind == Kind.RELAY).any():
@@ -159,7 +159,7 @@ def _traffic(part: RankPart, layout: RankLayout, rows: IntArray, device: torch.d
     peers, rounds, dtype, nbytes, message, region, offset, size, start = (
         np.concatenate(c) for c in zip(*columns, strict=True)
     )
-    base, first, stride, size = _in_memory(layout, region, offset, size)
+    base, first, stride, size = in_memory(layout, region, offset, size)
     copies = join(
         StridedCopies(
             message,
@@ -172,7 +172,7 @@ def _traffic(part: RankPart, layout: RankLayout, rows: IntArray, device: torch.d
     return _Traffic(peers, rounds, dtype, nbytes, copies, _straight(copies, dtype, layout, device))
 
 
-def _in_memory(
+def in_memory(
     layout: RankLayout, region: IntArray, offset: IntArray, size: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Base, first element, strides and size of boxes inside regions; all of one width."""
@@ -247,8 +247,8 @@ def _replication(part: RankPart, layout: RankLayout, rows: IntArray, scratch: to
     ops = part.operations.take(rows)
     keep = ops.size.prod(axis=1) > 0
     ops = ops.take(np.flatnonzero(keep))
-    source_base, source_start, source_stride, size = _in_memory(layout, ops.src_region, ops.offset, ops.size)
-    base, start, stride, _ = _in_memory(layout, ops.dst_region, ops.offset, ops.size)
+    source_base, source_start, source_stride, size = in_memory(layout, ops.src_region, ops.offset, ops.size)
+    base, start, stride, _ = in_memory(layout, ops.dst_region, ops.offset, ops.size)
     copies = join(
         StridedCopies(
             np.zeros(len(ops), dtype=np.int64),
