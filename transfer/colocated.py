@@ -2,18 +2,21 @@
 
 Only small numbers go over the communicator, in this order for every such pair:
 
-    sender -> reader   generation of its offer, bytes of the offer (0 where the reader has it), then those bytes
-    reader -> sender   the generation again, when everything was read
-    sender -> reader   1 when its memory lay still in the meantime, 0 when it moved
+    lender -> reader   generation of its offer, bytes of the offer (0 where the reader has it), then those bytes
+    (staged only)      lender -> reader   number of a round, when it is packed
+                       reader -> lender   the same, when it is unpacked; its part of the buffer may be filled again
+    reader -> lender   the generation again, when everything was read
+    lender -> reader   1 when its memory lay still in the meantime, 0 when it moved
 
-So nobody reads before the sender has said that its weights stand, the sender changes them only after everyone has read,
+So nobody reads before the lender has said that its weights stand, the lender changes them only after everyone has read,
 and what was read from memory that was moved or freed meanwhile is an error on both sides. All of it is bounded by the
-deadline of the run, and a peer that dies is noticed by the communicator.
+deadline of the run, and a peer that dies is noticed by the communicator. What a lender waits for in one round needs
+nothing of a later one, as with messages, so no order of peers can deadlock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,24 +24,16 @@ import torch
 
 from weightcast.transfer.copying import CopyBatch
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.dtypes import ITEMSIZE, dtype_code, from_torch
-from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
-from weightcast.transfer.handles import (
-    CPU,
-    MAX_OFFER_BYTES,
-    Offer,
-    Segment,
-    decode_offer,
-    encode_offer,
-    generation_of,
-)
+from weightcast.transfer.dtypes import ITEMSIZE
+from weightcast.transfer.errors import StalePlanError, TransferError
+from weightcast.transfer.handles import MAX_OFFER_BYTES, decode_offer, encode_offer, generation_of
 from weightcast.transfer.layout import IntArray, RankLayout
+from weightcast.transfer.lending import Staging, in_place_offer, make_staging, open_segment
+from weightcast.transfer.messages import IN_FLIGHT
 from weightcast.transfer.neighbours import Neighbours
 from weightcast.transfer.plan import Kind, RankPart
-from weightcast.transfer.reading import bases_of, cast_bytes, read_in_place
-from weightcast.transfer.rounds import check_operations, in_memory
-from weightcast.transfer.runs import SCRATCH_BYTES
-from weightcast.transfer.transports import shared_memory
+from weightcast.transfer.reading import Reading
+from weightcast.transfer.rounds import Round, check_operations
 from weightcast.transfer.transports.base import Communicator, Exchange
 
 __all__ = ["Borrower", "Lender", "share"]
@@ -47,20 +42,23 @@ _STILL, _MOVED = 1, 0
 
 
 def share(
-    part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: Sequence[str]
+    part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
 ) -> Lender | Borrower:
-    """This rank's end of all that is read in place. `labels` names the members of the group."""
+    """This rank's end of all that does not travel. `labels` names the members of the group."""
     return (Lender if part.is_trainer else Borrower)(part, layout, group, neighbours, labels)
 
 
 class _End:
-    """What both ends have: the operations that they share with each peer, and what is left for messages."""
+    """What both ends have.
+
+    `left` is the part without what does not travel, `nbytes` the bytes that do not, in the dtypes in which they arrive.
+    """
 
     def __init__(
-        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: Sequence[str]
+        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
     ) -> None:
-        self._part, self._layout, self._group, self._neighbours = part, layout, group, neighbours
-        self._labels = labels
+        self._layout, self._group, self._neighbours = layout, group, neighbours
+        self._labels = [f"{part.instance}: {label}" for label in labels]
         peer = _peers(part)
         found = {number: np.flatnonzero(peer == number) for number in sorted(neighbours.peers)}
         self._rows = {number: rows for number, rows in found.items() if len(rows)}
@@ -70,6 +68,38 @@ class _End:
         self.left = replace(part, operations=part.operations.take(~shared), wire_dtype=part.wire_dtype[~shared])
         if self._rows:
             check_operations(part, layout)
+
+    def _tell(self, peers: Iterable[int], *numbers: int) -> list[Exchange]:
+        """Sends whole numbers to peers."""
+        return [self._send(peer, np.array(numbers, dtype=np.int64).tobytes()) for peer in peers]
+
+    def _send(self, peer: int, data: bytes) -> Exchange:
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._group.device)
+        return self._group.post([(peer, message)], [])
+
+    def _hear(self, peers: Iterable[int], count: int, deadline: Deadline) -> Iterator[tuple[int, list[int]]]:
+        """Each peer and its `count` numbers, in order."""
+        heard = {peer: torch.empty(8 * count, dtype=torch.uint8, device=self._group.device) for peer in peers}
+        posted = {peer: self._group.post([], [(peer, message)]) for peer, message in heard.items()}
+        for peer, exchange in posted.items():
+            exchange.wait(deadline)
+            yield peer, heard[peer].cpu().view(torch.int64).tolist()
+
+    def _expect(self, peers: Iterable[int], number: int, deadline: Deadline) -> None:
+        """Waits until each peer has said `number`."""
+        for peer, (found,) in self._hear(peers, 1, deadline):
+            if found != number:
+                raise TransferError(f"{self._labels[peer]} said {found}, expected {number}; connect again")
+
+    def _settle(self) -> None:
+        """Waits for what this process has given to a GPU: other processes do not see its streams."""
+        if self._group.device.type == "cuda":
+            torch.cuda.current_stream(self._group.device).synchronize()
+
+
+def _wait(exchanges: Iterable[Exchange], deadline: Deadline) -> None:
+    for exchange in exchanges:
+        exchange.wait(deadline)
 
 
 def _peers(part: RankPart) -> IntArray:
@@ -82,45 +112,64 @@ def _peers(part: RankPart) -> IntArray:
 
 
 class Lender(_End):
-    """A trainer rank that lets others read its memory."""
+    """A trainer rank that lets others read its memory, or a buffer into which it packs."""
 
     def __init__(
-        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: Sequence[str]
+        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
     ) -> None:
         super().__init__(part, layout, group, neighbours, labels)
-        frames = {peer: encode_offer(_offer(part, layout, rows)) for peer, rows in self._rows.items()}
+        self._staging: Staging | None = None
+        if neighbours.staged and self._rows:
+            self._staging = make_staging(part, layout, self._rows, group.device)
+            offers = self._staging.offers
+        else:
+            offers = {peer: in_place_offer(part, layout, rows) for peer, rows in self._rows.items()}
+        frames = {peer: encode_offer(offer) for peer, offer in offers.items()}
         self._frames = {peer: (generation_of(frame), frame) for peer, frame in frames.items()}
-        self.staging_bytes = 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that is held beside the parameters."""
+        return 0 if self._staging is None else self._staging.buffer.nbytes
 
     def begin(self, deadline: Deadline) -> None:
-        """Tells every reader that it may read, and from where."""
-        settle(self._group.device)
-        posted = []
+        """Tells every reader from where it may read; with staging, packs for them until they have all."""
+        told = self._neighbours.told
+        self._settle()
+        posted: list[Exchange] = []
         for peer, (generation, frame) in self._frames.items():
-            news = b"" if self._neighbours.told.get(peer) == generation else frame
-            posted.append(_send(self._group, peer, np.array([generation, len(news)], dtype=np.int64).tobytes()))
+            news = b"" if told.get(peer) == generation else frame
+            posted += self._tell([peer], generation, len(news))
             if news:
-                posted.append(_send(self._group, peer, news))
-        for exchange in posted:
-            exchange.wait(deadline)
-        self._neighbours.told.update((peer, generation) for peer, (generation, _) in self._frames.items())
+                posted.append(self._send(peer, news))
+            told[peer] = generation
+        if self._staging is not None:
+            posted += self._pack(self._staging.rounds, deadline)
+        _wait(posted, deadline)
+
+    def _pack(self, rounds: list[Round], deadline: Deadline) -> list[Exchange]:
+        posted: list[Exchange] = []
+        readers = [sorted({peer for peer, _ in step.sends}) for step in rounds]
+        for number in range(len(rounds) + IN_FLIGHT):
+            if number >= IN_FLIGHT:
+                self._expect(readers[number - IN_FLIGHT], number - IN_FLIGHT, deadline)
+            if number < len(rounds):
+                rounds[number].pack.run()
+                self._settle()
+                posted += self._tell(readers[number], number)
+        return posted
 
     def finish(self, deadline: Deadline) -> None:
         """Returns when everybody has read. Raises StalePlanError when the memory moved while they did."""
-        answers = {peer: _numbers(1, self._group.device) for peer in self._frames}
-        posted = {peer: self._group.post([], [(peer, _bytes(answer))]) for peer, answer in answers.items()}
-        for peer, exchange in posted.items():
-            exchange.wait(deadline)
-            if int(answers[peer]) != self._frames[peer][0]:
-                raise TransferError(f"{self._part.instance}: {self._labels[peer]} read another offer than it was made")
-        moved = self._layout.memory.moved()
-        word = np.array([_MOVED if moved else _STILL], dtype=np.int64).tobytes()
-        for exchange in [_send(self._group, peer, word) for peer in self._frames]:
-            exchange.wait(deadline)
+        for peer, (found,) in self._hear(self._frames, 1, deadline):
+            if found != self._frames[peer][0]:
+                raise TransferError(f"{self._labels[peer]} read another offer than it was made; connect again")
+        moved = self._layout.memory.moved() if self._frames else []
+        _wait(self._tell(self._frames, _MOVED if moved else _STILL), deadline)
         if moved:
             raise StalePlanError(
-                f"{self._part.instance}: {len(moved)} storages of this rank were moved or freed while others read them; keep "
-                "weights where they are until the update has ended, or lend a staging buffer"
+                f"{len(moved)} storages of this rank were moved or freed while others read them; keep weights where "
+                "they are until the update has ended"
             )
 
 
@@ -128,137 +177,82 @@ class Borrower(_End):
     """A rank of an instance that reads what trainer ranks of its host lend."""
 
     def __init__(
-        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: Sequence[str]
+        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
     ) -> None:
         super().__init__(part, layout, group, neighbours, labels)
-        self._batches: dict[int, tuple[int, list[CopyBatch]]] = {}
-        self._scratch = torch.empty(SCRATCH_BYTES if self._rows else 0, dtype=torch.uint8)
-        self._staging = torch.empty(0, dtype=torch.uint8, device=group.device)
+        self._reading = Reading(part, layout, group.device)
+        self._known: dict[int, int] = {}
+        self._batches: dict[int, list[CopyBatch]] = {}
+        self._rounds: dict[int, list[CopyBatch]] = {}
 
     @property
     def staging_bytes(self) -> int:
         """Memory that is held beside the parameters, for what is cast."""
-        return self._staging.nbytes
+        return self._reading.staging_bytes
 
     def begin(self, deadline: Deadline) -> None:
-        """Waits for the word of every sender and reads. Raises TransferError, PlanError, WireError."""
-        headers = {peer: _numbers(2, self._group.device) for peer in self._rows}
-        posted = {peer: self._group.post([], [(peer, _bytes(header))]) for peer, header in headers.items()}
-        answers = []
-        for peer, exchange in posted.items():
-            exchange.wait(deadline)
-            generation, nbytes = headers[peer].tolist()
+        """Waits for the word of every lender and reads. Raises TransferError, PlanError, WireError."""
+        posted: list[Exchange] = []
+        generations: dict[int, int] = {}
+        for peer, (generation, nbytes) in self._hear(self._rows, 2, deadline):
+            generations[peer] = generation
             self._learn(peer, generation, nbytes, deadline)
-            for batch in self._prepared(peer, generation):
+            for batch in self._batches[peer]:
                 batch.run()
-            settle(self._group.device)
-            answers.append(_send(self._group, peer, np.array([generation], dtype=np.int64).tobytes()))
-        for exchange in answers:
-            exchange.wait(deadline)
+        posted += self._unpack(deadline)
+        self._settle()
+        for peer, generation in generations.items():
+            posted += self._tell([peer], generation)
+        _wait(posted, deadline)
+
+    def _unpack(self, deadline: Deadline) -> list[Exchange]:
+        """Empties the buffers of those who lend one, round by round."""
+        posted: list[Exchange] = []
+        for number in range(max(map(len, self._rounds.values()), default=0)):
+            lenders = [peer for peer, rounds in self._rounds.items() if number < len(rounds)]
+            for peer in lenders:
+                self._expect([peer], number, deadline)
+                self._rounds[peer][number].run()
+                self._settle()
+                posted += self._tell([peer], number)
+        return posted
 
     def finish(self, deadline: Deadline) -> None:
-        """Returns when every sender has said that its memory lay still. Raises StalePlanError when one's did not."""
-        words = {peer: _numbers(1, self._group.device) for peer in self._rows}
-        posted = {peer: self._group.post([], [(peer, _bytes(word))]) for peer, word in words.items()}
-        for peer, exchange in posted.items():
-            exchange.wait(deadline)
-            if int(words[peer]) != _STILL:
-                raise StalePlanError(
-                    f"{self._part.instance}: the memory of {self._labels[peer]} was moved or freed while it was read"
-                )
+        """Returns when every lender has said that its memory lay still. Raises StalePlanError when one's did not."""
+        for peer, (word,) in self._hear(self._rows, 1, deadline):
+            if word != _STILL:
+                raise StalePlanError(f"{self._labels[peer]}: its memory was moved or freed while it was read")
 
     def _learn(self, peer: int, generation: int, nbytes: int, deadline: Deadline) -> None:
-        """Takes a new offer, and lets go of memory that no offer speaks of any more."""
-        offers, opened = self._neighbours.offers, self._neighbours.opened
-        who = f"{self._part.instance}: {self._labels[peer]}"
+        """Takes a new offer of a lender, opens what it speaks of, and prepares the copies."""
         if nbytes:
-            if not 0 < nbytes <= MAX_OFFER_BYTES:
-                raise TransferError(f"{who} announces an offer of {nbytes} bytes, expected at most {MAX_OFFER_BYTES}")
-            frame = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
-            self._group.post([], [(peer, frame)]).wait(deadline)
-            data = frame.cpu().numpy().tobytes()
-            if generation_of(data) != generation:
-                raise TransferError(f"{who} sent another offer than it announced; connect again")
-            offer = decode_offer(data)
-            offer.check(self._part.operations.size[self._rows[peer]], who)
-            self._batches.pop(peer, None)
-            offers[peer] = (generation, offer)
-            used = {segment for _, each in offers.values() for segment in each.segments}
-            for segment in opened.keys() - used:
-                del opened[segment]
-            opened.update((segment, _open(segment)) for segment in used - opened.keys())
-        if offers.get(peer, (None,))[0] != generation:
-            raise TransferError(f"{who} speaks of memory that this rank has not opened; connect again")
-
-    def _prepared(self, peer: int, generation: int) -> list[CopyBatch]:
-        known = self._batches.get(peer)
+            self._take(peer, generation, nbytes, deadline)
+        known = self._neighbours.offers.get(peer)
         if known is None or known[0] != generation:
-            offer = self._neighbours.offers[peer][1]
-            sources = bases_of(offer, self._neighbours.opened)
-            if not self._staging.nbytes and any(s.dtype != t.dtype for s in sources for t in self._layout.memory.bases):
-                self._staging = torch.empty(cast_bytes(self._part), dtype=torch.uint8, device=self._group.device)
-            with torch.no_grad():
-                batches = read_in_place(
-                    self._part, self._layout, self._rows[peer], offer, sources, self._scratch, self._staging
-                )
-            known = self._batches[peer] = (generation, batches)
-        return known[1]
+            raise TransferError(f"{self._labels[peer]} speaks of memory that this rank has not opened; connect again")
+        if self._known.get(peer) == generation:
+            return
+        offer, rows = known[1], self._rows[peer]
+        batches = self._reading.prepare(rows, offer, self._neighbours.opened, self._labels[peer])
+        self._batches[peer], self._rounds[peer] = ([], batches) if offer.staged else (batches, [])
+        self._known[peer] = generation
 
-
-def _offer(part: RankPart, layout: RankLayout, rows: IntArray) -> Offer:
-    """Where the boxes of `rows` lie, in segments that a reader can open."""
-    ops = part.operations
-    base, start, stride, _ = in_memory(layout, ops.src_region[rows], ops.offset[rows], ops.size[rows])
-    used, base = np.unique(base, return_inverse=True)
-    places: list[tuple[int, int, int, int]] = []
-    segments: dict[Segment, int] = {}
-    exported: dict[int, tuple[Segment, int]] = {}
-    for number in used.tolist():
-        flat = layout.memory.bases[number]
-        storage = flat.untyped_storage()
-        if storage.data_ptr() not in exported:
-            exported[storage.data_ptr()] = _segment_of(storage)
-        segment, first = exported[storage.data_ptr()]
-        places.append(
-            (segments.setdefault(segment, len(segments)), first, flat.numel(), dtype_code(from_torch(flat.dtype)))
-        )
-    columns = np.array(places, dtype=np.int64).reshape(-1, 4).T
-    return Offer(False, tuple(segments), *columns, base.astype(np.int64), start, stride)
-
-
-def _segment_of(storage: torch.UntypedStorage) -> tuple[Segment, int]:
-    if not storage.nbytes():
-        return Segment(CPU, 0, b""), 0
-    if storage.device.type == CPU:
-        return shared_memory.segment_of(storage)
-    from weightcast.transfer.transports import cuda_ipc
-
-    return cuda_ipc.segment_of(storage)
-
-
-def _open(segment: Segment) -> torch.Tensor:
-    if not segment.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    if segment.device == CPU:
-        return shared_memory.open_segment(segment)
-    from weightcast.transfer.transports import cuda_ipc
-
-    return cuda_ipc.open_segment(segment)
-
-
-def settle(device: torch.device) -> None:
-    """Waits for what this process has given to a GPU: other processes do not see its streams."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
-
-
-def _bytes(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.view(torch.uint8)
-
-
-def _send(group: Communicator, peer: int, data: bytes) -> Exchange:
-    return group.post([(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group.device))], [])
+    def _take(self, peer: int, generation: int, nbytes: int, deadline: Deadline) -> None:
+        if not 0 < nbytes <= MAX_OFFER_BYTES:
+            raise TransferError(
+                f"{self._labels[peer]} announces an offer of {nbytes} bytes, expected at most {MAX_OFFER_BYTES}"
+            )
+        frame = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+        self._group.post([], [(peer, frame)]).wait(deadline)
+        data = frame.cpu().numpy().tobytes()
+        if generation_of(data) != generation:
+            raise TransferError(f"{self._labels[peer]} sent another offer than it announced; connect again")
+        offers, opened = self._neighbours.offers, self._neighbours.opened
+        # Copies of the old offer keep its memory mapped, so they go first.
+        self._batches.pop(peer, None)
+        self._rounds.pop(peer, None)
+        offers[peer] = (generation, decode_offer(data))
+        used = {segment for _, offer in offers.values() for segment in offer.segments}
+        for segment in opened.keys() - used:
+            del opened[segment]
+        opened.update((segment, open_segment(segment)) for segment in used - opened.keys())

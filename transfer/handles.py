@@ -14,7 +14,7 @@ import numpy as np
 from weightcast.transfer.dtypes import ITEMSIZE, NAMES
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.frames import FrameReader, FrameWriter
-from weightcast.transfer.layout import IntArray
+from weightcast.transfer.layout import IntArray, pad_boxes
 
 __all__ = ["CPU", "MAX_OFFER_BYTES", "Offer", "Segment", "decode_offer", "encode_offer", "generation_of"]
 
@@ -62,8 +62,9 @@ class Offer:
         """Every box of `size` (k, D) is inside its base. Raises PlanError; `where` says whose offer to whom."""
         if self.base.shape[0] != size.shape[0]:
             raise PlanError(f"{where} offers {self.base.shape[0]} boxes, the plan has {size.shape[0]}; connect again")
-        # In floating point, where nothing wraps around.
-        last = self.start + ((size - 1).astype(np.float64) * self.stride).sum(axis=1)
+        width = max(size.shape[1], self.stride.shape[1])
+        reach = (pad_boxes(size, width, 1) - 1).astype(np.float64) * pad_boxes(self.stride, width, 0)
+        last = self.start + reach.sum(axis=1)  # in floating point, where nothing wraps around
         bad = (size.prod(axis=1) > 0) & (last >= self.elements[self.base])
         if bad.any():
             row = int(bad.argmax())

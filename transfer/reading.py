@@ -1,7 +1,8 @@
-"""Reads boxes in place, out of another process's memory into this rank's, prepared like the rounds of messages.
+"""Copies out of another process's memory into this rank's, prepared like the rounds of messages.
 
 What keeps its dtype goes from parameter to parameter in one copy. What is cast is packed first, by the same calls by
 which the sender would pack it, so that the bits are the same; a message at a time, in memory that stays in the cache.
+From a staging buffer messages are unpacked as if they had arrived.
 """
 
 from __future__ import annotations
@@ -16,31 +17,26 @@ from weightcast.transfer.copying import CopyBatch, make_copies
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.handles import Offer, Segment
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
-from weightcast.transfer.messages import MAX_MESSAGE_BYTES, cut_messages, shape_order
+from weightcast.transfer.messages import cut_messages, shape_order
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.rounds import in_memory
+from weightcast.transfer.rounds import in_memory, make_rounds, traffic_of
+from weightcast.transfer.runs import SCRATCH_BYTES
 from weightcast.transfer.strided import BoolArray, StridedCopies, contiguous_strides, join
 
-__all__ = ["bases_of", "cast_bytes", "read_in_place"]
+__all__ = ["Reading"]
 
 _CAST_BYTES = 1 << 20
 """Bytes that are cast at a time: what was just packed is still in the CPU's cache when it is unpacked."""
 
 
-def bases_of(offer: Offer, opened: Mapping[Segment, torch.Tensor]) -> list[torch.Tensor]:
-    """The flat tensors of an offer's bases."""
-    columns = (offer.segment, offer.first, offer.elements, offer.dtype)
-    found = []
-    for segment, first, elements, code in zip(*(c.tolist() for c in columns), strict=True):
-        memory = opened[offer.segments[segment]]
-        found.append(memory[first : first + elements * int(ITEMSIZE[code])].view(to_torch(dtype_name(code))))
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """k boxes in two memories, in columns: side 0 is read, side 1 written. As in StridedCopies, but in no group."""
+    """k boxes in two memories, in columns: side 0 is read, side 1 written. As in StridedCopies, but in no group.
 
+    `wire` (k,) is the dtype code in which each arrives.
+    """
+
+    wire: IntArray
     size: IntArray
     base: IntArray
     start: IntArray
@@ -50,88 +46,110 @@ class _Ends:
         return _Ends(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
-def read_in_place(
-    part: RankPart,
-    layout: RankLayout,
-    rows: IntArray,
-    offer: Offer,
-    sources: Sequence[torch.Tensor],
-    scratch: torch.Tensor,
-    staging: torch.Tensor,
-) -> list[CopyBatch]:
-    """The copies, in order, that bring operations `rows` of `part` from `sources` into `layout`.
+class Reading:
+    """Makes the copies of one rank of an instance; all of them share its memory for what is cast."""
 
-    `offer` says where the boxes lie in `sources`, and was checked. `staging` is for what is cast: all messages use it,
-    one after the other. `scratch` has SCRATCH_BYTES.
-    """
-    ends, wire = _ends(part, layout, rows, offer)
-    targets = layout.memory.bases
-    held = np.array([s.dtype for s in sources] + [None], dtype=object)[ends.base[:, 0]]
-    kept = held == np.array([t.dtype for t in targets] + [None], dtype=object)[ends.base[:, 1]]
-    direct = CopyBatch()
-    alike = ends.take(kept)
-    copies = _joined(alike.take(shape_order(alike.size)))
-    make_copies(copies, (sources, targets), None, [direct], np.zeros(len(copies), dtype=np.int64), scratch)
-    return [direct, *_cast(ends.take(~kept), wire[~kept], sources, targets, scratch, staging)]
+    def __init__(self, part: RankPart, layout: RankLayout, device: torch.device) -> None:
+        self._part, self._layout, self._device = part, layout, device
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
 
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for what is cast; within the part's bucket."""
+        return self._staging.nbytes
 
-def _ends(part: RankPart, layout: RankLayout, rows: IntArray, offer: Offer) -> tuple[_Ends, IntArray]:
-    """The boxes that are not empty, and (k,) the dtype code in which each arrives."""
-    ops = part.operations
-    base, start, stride, size = in_memory(layout, ops.dst_region[rows], ops.offset[rows], ops.size[rows])
-    width = max(stride.shape[1], offer.stride.shape[1])
-    strides = [pad_boxes(s, width, 0) for s in (offer.stride, stride)]
-    ends = _Ends(
-        pad_boxes(size, width, 1),
-        np.stack([offer.base, base], axis=1),
-        np.stack([offer.start, start], axis=1),
-        np.stack(strides, axis=2),
-    )
-    some = size.prod(axis=1) > 0
-    return ends.take(some), part.wire_dtype[rows][some]
+    def prepare(
+        self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
+    ) -> list[CopyBatch]:
+        """What brings operations `rows` from where an offer says that they are: in place the copies in order, of a
+        staged offer those of each round. Raises PlanError when the offer does not fit the plan.
+        """
+        if not self._scratch.nbytes:
+            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+        with torch.no_grad():
+            if offer.staged:
+                return self._unpacking(rows, offer, opened, whose)
+            offer.check(self._part.operations.size[rows], whose)
+            return self._in_place(self._ends(rows, offer), _bases(offer, opened))
 
+    def _unpacking(
+        self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
+    ) -> list[CopyBatch]:
+        traffic = traffic_of(self._part, self._layout, rows, self._device, staged=True)
+        offer.check(traffic.nbytes[:, None], whose)
+        (buffer,) = _bases(offer, opened)
+        rounds = make_rounds(False, traffic, self._layout, buffer, offer.start, self._scratch)
+        return [step.unpack for step in rounds]
 
-def _joined(ends: _Ends) -> StridedCopies:
-    return join(StridedCopies(np.zeros(len(ends.size), dtype=np.int64), ends.size, ends.base, ends.start, ends.stride))
-
-
-def _cast(
-    ends: _Ends,
-    wire: IntArray,
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    scratch: torch.Tensor,
-    staging: torch.Tensor,
-) -> list[CopyBatch]:
-    """For each message a batch that packs it and one that unpacks it."""
-    if not len(wire):
-        return []
-    made = cut_messages(ends.size, wire, min(staging.nbytes, MAX_MESSAGE_BYTES))
-    box, message = made.box, made.message
-    start = ends.start[box] + (made.offset[:, :, None] * ends.stride[box]).sum(axis=1)
-    messages = [
-        staging[:nbytes].view(to_torch(dtype_name(code)))
-        for nbytes, code in zip(made.nbytes.tolist(), made.dtype.tolist(), strict=True)
-    ]
-    batches = [CopyBatch() for _ in range(2 * len(messages))]
-    flat = contiguous_strides(made.size)
-    for side, memory in ((0, sources), (1, targets)):
-        copies = join(
-            StridedCopies(
-                message,
-                made.size,
-                np.stack([ends.base[box, side], message], axis=1),
-                np.stack([start[:, side], made.start], axis=1),
-                np.stack([ends.stride[box, :, side], flat], axis=2),
-            )
+    def _ends(self, rows: IntArray, offer: Offer) -> _Ends:
+        """The boxes that are not empty."""
+        ops = self._part.operations
+        base, start, stride, size = in_memory(self._layout, ops.dst_region[rows], ops.offset[rows], ops.size[rows])
+        width = max(stride.shape[1], offer.stride.shape[1])
+        ends = _Ends(
+            self._part.wire_dtype[rows],
+            pad_boxes(size, width, 1),
+            np.stack([offer.base, base], axis=1),
+            np.stack([offer.start, start], axis=1),
+            np.stack([pad_boxes(offer.stride, width, 0), pad_boxes(stride, width, 0)], axis=2),
         )
-        if side == 0:
-            make_copies(copies, (memory, messages), 1, batches[::2], copies.group, scratch)
-        else:
-            make_copies(copies.turned(), (messages, memory), 0, batches[1::2], copies.group, scratch)
-    return batches
+        return ends.take(size.prod(axis=1) > 0)
+
+    def _in_place(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+        targets, direct = self._layout.memory.bases, CopyBatch()
+        kinds = [np.array([t.dtype for t in side] + [None], dtype=object)[ends.base[:, i]]
+                 for i, side in enumerate((sources, targets))]  # fmt: skip
+        kept = np.asarray(kinds[0] == kinds[1], dtype=bool)
+        alike = ends.take(kept)
+        alike = alike.take(shape_order(alike.size))
+        group = np.zeros(len(alike.wire), dtype=np.int64)
+        copies = join(StridedCopies(group, alike.size, alike.base, alike.start, alike.stride))
+        make_copies(
+            copies, (sources, targets), None, [direct], np.zeros(len(copies), dtype=np.int64), self._scratch
+        )
+        return [direct, *self._cast(ends.take(~kept), sources)]
+
+    def _cast(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+        """For each message a batch that packs it and one that unpacks it."""
+        if not len(ends.wire):
+            return []
+        if not self._staging.nbytes:
+            nbytes = min(self._part.bucket_bytes, _CAST_BYTES)
+            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        made = cut_messages(ends.size, ends.wire, self._staging.nbytes)
+        columns = made.nbytes.tolist(), made.dtype.tolist()
+        messages = [self._staging[:n].view(to_torch(dtype_name(code))) for n, code in zip(*columns, strict=True)]
+        batches = [CopyBatch() for _ in range(2 * len(messages))]
+        packing = _between(ends, made.box, made.offset, made.size, made.message, made.start, 0)
+        make_copies(packing, (sources, messages), 1, batches[::2], packing.group, self._scratch)
+        unpacking = _between(ends, made.box, made.offset, made.size, made.message, made.start, 1).turned()
+        memory = self._layout.memory.bases
+        make_copies(unpacking, (messages, memory), 0, batches[1::2], unpacking.group, self._scratch)
+        return batches
 
 
-def cast_bytes(part: RankPart) -> int:
-    """Staging memory for what is cast, within the part's bucket."""
-    return min(part.bucket_bytes, _CAST_BYTES)
+def _between(
+    ends: _Ends, box: IntArray, offset: IntArray, size: IntArray, message: IntArray, at: IntArray, side: int
+) -> StridedCopies:
+    """Pieces of boxes as they lie in the memory of a side, and in messages, element `at` on."""
+    start = ends.start[box, side] + (offset * ends.stride[box, :, side]).sum(axis=1)
+    return join(
+        StridedCopies(
+            message,
+            size,
+            np.stack([ends.base[box, side], message], axis=1),
+            np.stack([start, at], axis=1),
+            np.stack([ends.stride[box, :, side], contiguous_strides(size)], axis=2),
+        )
+    )
+
+
+def _bases(offer: Offer, opened: Mapping[Segment, torch.Tensor]) -> list[torch.Tensor]:
+    """The flat tensors of an offer's bases."""
+    columns = (offer.segment, offer.first, offer.elements, offer.dtype)
+    found = []
+    for segment, first, elements, code in zip(*(c.tolist() for c in columns), strict=True):
+        memory = opened[offer.segments[segment]]
+        found.append(memory[first : first + elements * int(ITEMSIZE[code])].view(to_torch(dtype_name(code))))
+    return found

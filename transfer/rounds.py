@@ -21,7 +21,17 @@ from weightcast.transfer.runs import SCRATCH_BYTES
 from weightcast.transfer.strided import StridedCopies, contiguous_strides, join
 from weightcast.transfer.transports.base import Message
 
-__all__ = ["Round", "Schedule", "check_operations", "in_memory", "make_schedule"]
+__all__ = [
+    "Round",
+    "Schedule",
+    "Traffic",
+    "check_operations",
+    "in_memory",
+    "make_rounds",
+    "make_schedule",
+    "place_messages",
+    "traffic_of",
+]
 
 _ALIGNMENT = 64
 _MEMORY, _WIRE = 0, 1
@@ -54,7 +64,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Traffic:
+class Traffic:
     """All messages of one rank in one direction, and the copies between them and its memory.
 
     Of messages, in columns: `peer`, `round`, `dtype`, `elements`, `nbytes`. `copies` has groups that are message
@@ -79,12 +89,12 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> S
     ops = part.operations
     sent = np.flatnonzero(ops.kind == Kind.SEND)
     copied = np.flatnonzero(ops.kind == Kind.COPY)
-    traffic = _traffic(part, layout, sent, device)
-    staging_bytes, places = _place(traffic)
+    traffic = traffic_of(part, layout, sent, device)
+    staging_bytes, places = place_messages(traffic)
     staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = _rounds(part.is_trainer, traffic, layout, staging, places, scratch)
+        rounds = make_rounds(part.is_trainer, traffic, layout, staging, places, scratch)
         replicate, bytes_copied = _replication(part, layout, copied, scratch)
     moved = int(traffic.nbytes.sum())
     sends, receives = (moved, 0) if part.is_trainer else (0, moved)
@@ -132,8 +142,13 @@ def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
     return [(everything, ops.dst_region), (copies, ops.src_region[copies])]
 
 
-def _traffic(part: RankPart, layout: RankLayout, rows: IntArray, device: torch.device) -> _Traffic:
-    """Cuts the boxes that this rank exchanges with each peer and finds them in memory."""
+def traffic_of(
+    part: RankPart, layout: RankLayout, rows: IntArray, device: torch.device, staged: bool = False
+) -> Traffic:
+    """Cuts the boxes that this rank exchanges with each peer and finds them in memory.
+
+    With `staged` no message is straight.
+    """
     ops = part.operations
     limit = message_limit(part.bucket_bytes, max(len(part.trainer_ranks), part.instance_ranks))
     if part.is_trainer:
@@ -169,7 +184,8 @@ def _traffic(part: RankPart, layout: RankLayout, rows: IntArray, device: torch.d
             np.stack([stride, contiguous_strides(size)], axis=2),
         )
     )
-    return _Traffic(peers, rounds, dtype, nbytes, copies, _straight(copies, dtype, layout, device))
+    straight = np.zeros(len(dtype), dtype=bool) if staged else _straight(copies, dtype, layout, device)
+    return Traffic(peers, rounds, dtype, nbytes, copies, straight)
 
 
 def in_memory(
@@ -197,7 +213,7 @@ def _straight(copies: StridedCopies, dtype: IntArray, layout: RankLayout, device
     return straight
 
 
-def _place(traffic: _Traffic) -> tuple[int, IntArray]:
+def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
     """Bytes of staging memory, and (m,) the first byte of each message in it.
 
     Round i and round i + IN_FLIGHT use the same part.
@@ -213,8 +229,8 @@ def _place(traffic: _Traffic) -> tuple[int, IntArray]:
     return int(parts.sum()), place + (np.cumsum(parts) - parts)[traffic.round % IN_FLIGHT]
 
 
-def _rounds(
-    sending: bool, traffic: _Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
+def make_rounds(
+    sending: bool, traffic: Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
 ) -> list[Round]:
     """The tensors of every round."""
     bases = layout.memory.bases

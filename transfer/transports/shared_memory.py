@@ -30,7 +30,7 @@ from weightcast.transfer.errors import TransferError
 from weightcast.transfer.handles import CPU, Segment
 from weightcast.transfer.layout import RankLayout
 
-__all__ = ["Arena", "open_segment", "segment_of", "share_memory"]
+__all__ = ["allocate", "open_segment", "segment_of", "share_memory"]
 
 _PAGE = mmap.PAGESIZE
 _KEY = struct.Struct("<qqqq")
@@ -130,6 +130,15 @@ def _move(storages: Iterable[torch.UntypedStorage]) -> None:
         storage._swap_data_ptr_(target.untyped_storage())
         _shared[span.address] = span
         first += nbytes
+
+
+def allocate(nbytes: int) -> torch.Tensor:
+    """(nbytes,) uint8 of new shared memory, all zero. Raises TransferError."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    span = Arena(nbytes).span(0, nbytes)
+    _shared[span.address] = span
+    return span.tensor()
 
 
 def segment_of(storage: torch.UntypedStorage) -> tuple[Segment, int]:
