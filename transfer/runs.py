@@ -31,6 +31,8 @@ _FEW = 16
 """A strided copy of at most so many runs is dearer as a call of its own."""
 _LONG_BYTES = 1 << 10
 """Runs of at least so many bytes are moved one by one however many a copy has: an index is 8 bytes."""
+_TWICE_BYTES = 1 << 14
+"""Runs of at least so many bytes that are scattered on both sides are cheaper as calls of their own than moved twice."""
 _WORTH_A_CALL = 3
 """Fewer runs of a length than this stay copies of their own."""
 
@@ -95,7 +97,8 @@ def make_steps(
     nbytes = runs.elements[:, None] * sizes[dtype]
     for low, high in _alike(runs, group, dtype, nbytes, packed):
         length = int(nbytes[low].max())
-        if high - low < _WORTH_A_CALL or length > SCRATCH_BYTES:
+        longest = SCRATCH_BYTES if packed is not None else _TWICE_BYTES - 1
+        if high - low < _WORTH_A_CALL or length > longest:
             continue
         taken[low:high] = True
         most = SCRATCH_BYTES // length

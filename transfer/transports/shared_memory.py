@@ -81,6 +81,8 @@ class Arena:
             self._mapping = mmap.mmap(self._descriptor, nbytes)
         except OSError as error:
             raise TransferError(f"this host gives no {nbytes} bytes of shared memory: {error}") from error
+        with suppress(OSError):  # where the system has them for shared memory
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self.nbytes = nbytes
 
