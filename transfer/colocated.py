@@ -30,7 +30,7 @@ from weightcast.transfer.handles import MAX_OFFER_BYTES, decode_offer, encode_of
 from weightcast.transfer.layout import IntArray, RankLayout
 from weightcast.transfer.lending import Staging, in_place_offer, make_staging, open_segment
 from weightcast.transfer.messages import IN_FLIGHT
-from weightcast.transfer.neighbours import Neighbours
+from weightcast.transfer.neighbours import Neighbours, device_of
 from weightcast.transfer.plan import Kind, RankPart
 from weightcast.transfer.reading import Reading
 from weightcast.transfer.rounds import Round, check_operations
@@ -58,6 +58,7 @@ class _End:
         self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
     ) -> None:
         self._layout, self._group, self._neighbours = layout, group, neighbours
+        self._device = device_of(layout)
         self._labels = [f"{part.instance}: {label}" for label in labels]
         peer = _peers(part)
         found = {number: np.flatnonzero(peer == number) for number in sorted(neighbours.peers)}
@@ -93,8 +94,8 @@ class _End:
 
     def _settle(self) -> None:
         """Waits for what this process has given to a GPU: other processes do not see its streams."""
-        if self._group.device.type == "cuda":
-            torch.cuda.current_stream(self._group.device).synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def _wait(exchanges: Iterable[Exchange], deadline: Deadline) -> None:
@@ -120,7 +121,7 @@ class Lender(_End):
         super().__init__(part, layout, group, neighbours, labels)
         self._staging: Staging | None = None
         if neighbours.staged and self._rows:
-            self._staging = make_staging(part, layout, self._rows, group.device)
+            self._staging = make_staging(part, layout, self._rows, self._device)
             offers = self._staging.offers
         else:
             offers = {peer: in_place_offer(part, layout, rows) for peer, rows in self._rows.items()}
@@ -180,7 +181,7 @@ class Borrower(_End):
         self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
     ) -> None:
         super().__init__(part, layout, group, neighbours, labels)
-        self._reading = Reading(part, layout, group.device)
+        self._reading = Reading(part, layout, self._device)
         self._known: dict[int, int] = {}
         self._batches: dict[int, list[CopyBatch]] = {}
         self._rounds: dict[int, list[CopyBatch]] = {}

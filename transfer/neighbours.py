@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgpack
 import torch
@@ -17,10 +18,16 @@ import torch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import WireError
 from weightcast.transfer.handles import CPU, Offer, Segment
+from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.base import Communicator
 
-__all__ = ["Neighbours", "Place", "here", "meet_neighbours"]
+__all__ = ["NOWHERE", "Neighbours", "Place", "Share", "device_of", "find_neighbours", "here", "meet_neighbours"]
+
+Share: TypeAlias = Literal["in_place", "staged"] | None
+"""What a trainer rank lends to ranks of its host: its weights where they lie, a buffer into which it packs them, or
+nothing.
+"""
 
 _ANSWER_BYTES = 4096
 """Every answer has this length, so that nobody has to ask for it first."""
@@ -40,6 +47,15 @@ class Place:
     def can_read(self, other: Place) -> bool:
         """Whether a rank here can open the memory of one there."""
         return bool(self.host) and self.host == other.host and other.device in self.opens
+
+
+NOWHERE = Place("")
+"""Of a rank that lends nothing."""
+
+
+def device_of(layout: RankLayout) -> torch.device:
+    """Where the weights of a rank lie; the CPU for a rank that has none."""
+    return next((base.device for base in layout.memory.bases), torch.device(CPU))
 
 
 def here(device: torch.device) -> Place:
@@ -74,21 +90,30 @@ class Neighbours:
         self.opened.clear()
 
 
+def find_neighbours(
+    group: Communicator, part: RankPart, layout: RankLayout, share: Share, deadline: Deadline
+) -> Neighbours:
+    """`meet_neighbours` for a rank where it is; `share` says what a trainer rank lends."""
+    silent = part.is_trainer and share is None
+    return meet_neighbours(group, part, NOWHERE if silent else here(device_of(layout)), deadline, share == "staged")
+
+
 def meet_neighbours(
     group: Communicator, part: RankPart, place: Place, deadline: Deadline, staged: bool = False
 ) -> Neighbours:
-    """Asks every member of the other side where it is. Every member has to call it, right after it joined.
-
-    `place` is where this rank is; a trainer rank that lends no memory gives one without a host.
-    """
+    """Asks every member of the other side where it is. Every member has to call it, right after it joined."""
     senders = len(part.trainer_ranks)
     others = list(range(senders, group.size)) if part.is_trainer else list(range(senders))
     mine = _answer(place, group.device)
     answers = [torch.empty(_ANSWER_BYTES, dtype=torch.uint8, device=group.device) for _ in others]
     group.post([(peer, mine) for peer in others], list(zip(others, answers, strict=True))).wait(deadline)
-    found = {peer: _read(answer, peer) for peer, answer in zip(others, answers, strict=True)}
-    sides = {peer: (place, other) if part.is_trainer else (other, place) for peer, other in found.items()}
-    return Neighbours(frozenset(peer for peer, (lender, reader) in sides.items() if reader.can_read(lender)), staged)
+    peers = set()
+    for peer, answer in zip(others, answers, strict=True):
+        theirs = _read(answer, peer)
+        lender, reader = (place, theirs) if part.is_trainer else (theirs, place)
+        if reader.can_read(lender):
+            peers.add(peer)
+    return Neighbours(frozenset(peers), staged)
 
 
 def _answer(place: Place, device: torch.device) -> torch.Tensor:
