@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from weightcast.demo.config import DemoConfig, ServerConfig, VersionOutcome
+from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
 from weightcast.demo.processes import ServerProcess, free_port, start_gateway
 from weightcast.demo.trainer import Reference, train
@@ -33,6 +33,10 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     """
     if config.trainers < 1 or config.versions < 1 or not config.servers:
         raise InputError("the demo needs at least one trainer, one version and one instance")
+    if config.megatron is not None:
+        config.megatron.check(config.trainers)
+    if config.prelude is not None and not config.prelude.is_file():
+        raise InputError(f"--trainer-prelude {config.prelude} is not a file")
     config.work.mkdir(parents=True, exist_ok=True)
     model = _model(config, say)
     token = make_token()
@@ -151,10 +155,12 @@ def _follow(
     prompts = prompt_ids(model, vocabulary)
     before: dict[str, list[list[int]]] = {}
     outcomes: list[VersionOutcome] = []
+    faults: list[str] = []
     for version in range(config.versions + 1):
         reference = trainers.receive()
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
+        faults += _reference_faults(reference)
         say(
             f"version {version}: trained, loss {reference.loss:.3f}, transferred"
             if version
@@ -166,8 +172,18 @@ def _follow(
             if version:
                 outcomes.append(outcome)
         trainers.send(None)
-    faults = [fault for outcome in outcomes for fault in outcome.faults(config)]
-    return outcomes, faults
+    return outcomes, faults + [fault for outcome in outcomes for fault in outcome.faults(config)]
+
+
+def _reference_faults(reference: Reference) -> list[str]:
+    """The expectation is worth something only if it is what the trainer itself computes."""
+    trainer, gathered = reference.trainer_loss, reference.reference_loss
+    if abs(trainer - gathered) <= LOSS_LIMIT:
+        return []
+    return [
+        f"version {reference.version}: the trainer's own loss is {trainer:.6f}, that of its gathered weights "
+        f"{gathered:.6f}"
+    ]
 
 
 def _compare(
