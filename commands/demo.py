@@ -26,7 +26,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def add(commands: Commands) -> None:
     """`weightcast demo`."""
-    parser = commands.add_parser("demo", help="train, sync and compare on this machine: a trainer to real SGLang servers")
+    parser = commands.add_parser("demo", help="train, sync and compare on this machine, with real SGLang servers")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint folder; a small Qwen3-MoE is made otherwise"
     )

@@ -89,11 +89,6 @@ class MegatronConfig:
         """The fewest ranks that it takes: a stage is both tp x dp and etp x ep x expert data-parallel ranks."""
         return self.pp * math.lcm(self.tp, self.ep * self.etp)
 
-    def check(self, ranks: int) -> None:
-        """Raises InputError when it cannot be spread over so many ranks."""
-        if ranks % self.ranks:
-            raise InputError(f"{self} takes a multiple of {self.ranks} trainer processes, not {ranks}")
-
     def __str__(self) -> str:
         return f"tp{self.tp}/pp{self.pp}/ep{self.ep}/etp{self.etp}"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightcast.demo.config import MegatronConfig
+from weightcast.demo.config import DemoConfig, MegatronConfig
 from weightcast.demo.megatron_weights import gather_weights, load_weights
 from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import LEARNING_RATE
@@ -14,7 +16,7 @@ from weightcast.transfer.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MegatronTraining"]
+__all__ = ["MegatronTraining", "check_megatron"]
 
 _WITHOUT_KERNELS: dict[str, Any] = {
     "use_cpu_initialization": True,
@@ -30,27 +32,50 @@ _WITHOUT_KERNELS: dict[str, Any] = {
 """Parts of Megatron that are there for speed alone and need its CUDA kernels."""
 
 
+def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> None:
+    """Raises InputError when there is no Megatron-Core, no GPU, or the model is not one that can be built here."""
+    import torch
+    from transformers import AutoConfig
+
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise InputError("Megatron-Core is not installed: pip install 'weightcast[megatron]'")
+    if config.prelude is None and not torch.cuda.is_available():
+        raise InputError(
+            "Megatron-Core does not run on a machine without a GPU; give --trainer-prelude a file that replaces "
+            "what it is missing, for example tests/megatron_cpu.py of weightcast's source"
+        )
+    if config.trainers % mesh.ranks:
+        raise InputError(f"{mesh} takes a multiple of {mesh.ranks} trainer processes, not {config.trainers}")
+    sizes: Any = AutoConfig.from_pretrained(folder)
+    if sizes.model_type != "qwen3_moe" or sizes.decoder_sparse_step != 1 or sizes.mlp_only_layers:
+        raise InputError(
+            f"the demo's Megatron trainer builds Qwen3-MoE with experts in all layers, not {sizes.model_type}"
+        )
+    if sizes.tie_word_embeddings or sizes.attention_bias:
+        raise InputError("the demo's Megatron trainer builds Qwen3-MoE without tied embeddings and biases")
+    for what, count, parts in (
+        # Padding of a vocabulary counts in Megatron's loss, which then is not the reference's.
+        ("vocab_size", sizes.vocab_size, mesh.tp),
+        ("num_key_value_heads", sizes.num_key_value_heads, mesh.tp),
+        ("num_hidden_layers", sizes.num_hidden_layers, mesh.pp),
+        ("num_experts", sizes.num_experts, mesh.ep),
+        ("moe_intermediate_size", sizes.moe_intermediate_size, mesh.etp),
+    ):
+        if count % parts:
+            raise InputError(f"the model's {what} {count} cannot be split over {parts} ranks of {mesh}")
+
+
 class MegatronTraining:
     """One rank of a Megatron-Core Qwen3-MoE that starts from the reference's weights."""
 
     def __init__(self, mesh: MegatronConfig, reference: ReferenceModel) -> None:
-        import torch
-
         from weightcast.adapters.megatron import MegatronSource
 
         sizes = reference.model.config
-        _check(sizes, mesh)
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        try:
-            self._config, self._model = _model(mesh, sizes)
-            load_weights(self._model, dict(reference.model.named_parameters()))
-            self._trained, self._optimizer = _optimizer(self._config, self._model)
-        except (AssertionError, RuntimeError) as error:
-            if torch.cuda.is_available() or "CUDA" not in str(error):
-                raise
-            raise InputError(
-                f"Megatron-Core needs a GPU ({error}); give a file that makes it run without one as --trainer-prelude"
-            ) from error
+        self._config, self._model = _model(mesh, sizes)
+        load_weights(self._model, dict(reference.model.named_parameters()))
+        self._trained, self._optimizer = _optimizer(self._config, self._model)
         self.source = MegatronSource(self._trained, family=sizes.model_type, vocab_size=sizes.vocab_size)
 
     def optimize(self, rows: torch.Tensor, steps: int) -> float:
@@ -76,7 +101,6 @@ class MegatronTraining:
         """Megatron's schedule over the pipeline; the mean loss over the data-parallel ranks, on every rank."""
         import torch
         import torch.distributed as dist
-        from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         length = rows.shape[1]
@@ -103,24 +127,6 @@ class MegatronTraining:
         total = torch.tensor([sum(entry["loss"] for entry in found), float(len(found))])
         dist.all_reduce(total)
         return float(total[0] / total[1])
-
-
-def _check(sizes: Any, mesh: MegatronConfig) -> None:
-    if sizes.model_type != "qwen3_moe" or sizes.decoder_sparse_step != 1 or sizes.mlp_only_layers:
-        raise InputError(
-            f"the demo's Megatron trainer builds Qwen3-MoE with experts in all layers, not {sizes.model_type}"
-        )
-    if sizes.tie_word_embeddings or sizes.attention_bias:
-        raise InputError("the demo's Megatron trainer builds Qwen3-MoE without tied embeddings and biases")
-    for what, count, parts in (
-        # Padding of a vocabulary counts in the loss, which then is not the reference's.
-        ("vocab_size", sizes.vocab_size, mesh.tp),
-        ("num_key_value_heads", sizes.num_key_value_heads, mesh.tp),
-        ("num_hidden_layers", sizes.num_hidden_layers, mesh.pp),
-        ("num_experts", sizes.num_experts, mesh.ep),
-    ):
-        if count % parts:
-            raise InputError(f"the model's {what} {count} cannot be split over {parts} ranks of {mesh}")
 
 
 def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:

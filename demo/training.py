@@ -22,7 +22,9 @@ LEARNING_RATE = 5e-3
 class Training(Protocol):
     """One rank's model and optimizer. All ranks make the same calls in the same order."""
 
-    source: Source
+    @property
+    def source(self) -> Source:
+        """This rank, described."""
 
     def optimize(self, rows: torch.Tensor, steps: int) -> float:
         """Optimizer steps on rows of token ids (rows, length); returns the mean loss over ranks of the last one."""
