@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from rebuild_support import rows_of
 
 if TYPE_CHECKING:
     from weightcast.adapters.megatron import MegatronSource
@@ -265,12 +266,7 @@ def model_logits(case: Case, folder: Path) -> torch.Tensor:
 
 
 def _save_regions(case: Case, rank: int, folder: Path, layout: RankLayout) -> None:
-    rows = []
-    for row in range(len(layout.table)):
-        region = layout.table.region(row)
-        shape = layout.table.tensors.spec(int(layout.table.tensor[row])).shape
-        rows.append((region.tensor, shape, region.offset, layout.view(row).clone()))
-    torch.save((rows, layout.notes), folder / f"{case}.{rank}")
+    torch.save((rows_of(layout), layout.notes), folder / f"{case}.{rank}")
 
 
 def _step(case: Case, config: Any, chunks: list[Any]) -> list[Any]:
