@@ -234,6 +234,15 @@ def offloaded(rank: int, world: int) -> tuple[nn.Module, Truth]:
     return model, truth
 
 
+def data_parallel(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """DDP: every rank holds everything."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(qwen3_moe())
+    step(model)
+    return model, exported(model.module, qwen3_moe())
+
+
 def _with_lora() -> Any:
     """Adapters on two kinds of layers, random where PEFT starts with zeros."""
     from peft import LoraConfig, get_peft_model
@@ -352,7 +361,7 @@ def tp_fsdp_uneven(rank: int, world: int) -> tuple[nn.Module, Truth]:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    2: (tied_dense, deepseek_after_forward, ignored_and_plain, offloaded, lora_merged, lora_separate),
+    2: (tied_dense, deepseek_after_forward, ignored_and_plain, data_parallel, offloaded, lora_merged, lora_separate),
     3: (fsdp_moe_4_experts, fsdp_fused_rows),
     4: (fsdp_moe, hsdp_moe, tp_fsdp_dense, ep_fsdp_moe, mesh_layouts),
     6: (tp_fsdp_uneven,),
