@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from rebuild_support import rows_of
 
 if TYPE_CHECKING:
     from weightcast.adapters.megatron import MegatronSource
@@ -84,7 +85,7 @@ def run_cases(rank: int, world: int, port: int, folder: str, names: list[str]) -
     import megatron_cpu
 
     megatron_cpu.install()
-    megatron_cpu.bridge_sequential_glm()
+    megatron_cpu.install_bridge()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     for case in CASES:
@@ -135,6 +136,7 @@ def _mesh(case: Case) -> dict[str, Any]:
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "sequence_parallel": case.tp > 1,
+        "mtp_num_layers": 1 if case.mtp else None,
     }
 
 
@@ -264,12 +266,7 @@ def model_logits(case: Case, folder: Path) -> torch.Tensor:
 
 
 def _save_regions(case: Case, rank: int, folder: Path, layout: RankLayout) -> None:
-    rows = []
-    for row in range(len(layout.table)):
-        region = layout.table.region(row)
-        shape = layout.table.tensors.spec(int(layout.table.tensor[row])).shape
-        rows.append((region.tensor, shape, region.offset, layout.view(row).clone()))
-    torch.save((rows, layout.notes), folder / f"{case}.{rank}")
+    torch.save((rows_of(layout), layout.notes), folder / f"{case}.{rank}")
 
 
 def _step(case: Case, config: Any, chunks: list[Any]) -> list[Any]:
