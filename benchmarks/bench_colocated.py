@@ -42,7 +42,11 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
 
     source, target = torch.ones(total, dtype=torch.uint8), torch.ones(total, dtype=torch.uint8)
     if rank == 1:
-        print(f"{'case':<30}{'copy':>6}" + "".join(f"{way:>10}" for way in WAYS) + "   in place/copy  /Gloo  staging  CPU s/GB")
+        print(
+            f"{'case':<30}{'copy':>6}"
+            + "".join(f"{way:>10}" for way in WAYS)
+            + "   in place/copy  /Gloo  staging  CPU s/GB"
+        )
     meeting = group("meeting")
     for name, layout in CASES.items():
         part, held = prepared(layout, total, rank)
@@ -75,10 +79,12 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
             moved = executors["in place"].run(soon).bytes_shared
             rate = {way: (total if way == "copy" else moved) / seconds / 1e9 for way, seconds in best.items()}
             print(
-                f"{name:<30}{rate['copy']:>6.2f}" + "".join(f"{rate[way]:>10.2f}" for way in WAYS)
+                f"{name:<30}{rate['copy']:>6.2f}"
+                + "".join(f"{rate[way]:>10.2f}" for way in WAYS)
                 + f"{rate['in place'] / rate['copy']:>15.0%}{rate['in place'] / rate['Gloo']:>6.1f}x"
                 + f"{executors['in place'].staging_bytes >> 20:>6} MiB"
-                + f"   {cpu['copy'] / total * 1e9:.2f} / {cpu['in place'] / moved * 1e9:.2f} / {cpu['Gloo'] / moved * 1e9:.2f}",
+                + "   "
+                + " / ".join(f"{cpu[way] / total * 1e9:.2f}" for way in ("copy", "in place", "Gloo")),
                 flush=True,
             )
         else:

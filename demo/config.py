@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.handles import Share
 from weightcast.transfer.placement import ExpertPlacement
 
 __all__ = ["LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
@@ -98,7 +99,7 @@ class DemoConfig:
     """What to run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs.
 
     `megatron` None means FSDP2. `prelude` is a Python file that each trainer process runs before anything of its
-    framework is imported.
+    framework is imported. `share` is what the trainer lends to the engines, which are all on its host.
     """
 
     work: Path
@@ -112,6 +113,7 @@ class DemoConfig:
     servers: tuple[ServerConfig, ...] = DEFAULT_SERVERS
     new_tokens: int = 24
     deadline: float = 300.0
+    share: Share = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class VersionOutcome:
 
     `equal` and `changed` count prompts whose greedy tokens equal the trainer's and differ from the version before;
     `logprob_gap` is the mean absolute difference of the log-probabilities that trainer and engine give the engine's
-    tokens.
+    tokens. Of the bytes of its weights `sent` went through sockets, `shared` were read where the trainer has them.
     """
 
     version: int
@@ -132,6 +134,8 @@ class VersionOutcome:
     weight_version: str
     seconds: float
     verified: dict[str, Any] = field(default_factory=dict)
+    sent: int = 0
+    shared: int = 0
 
     def faults(self, config: DemoConfig) -> list[str]:
         """What is wrong with it; empty when all is proven.
@@ -152,6 +156,8 @@ class VersionOutcome:
             found.append(
                 f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}"
             )
+        if config.share is not None and (self.sent or not self.shared):
+            found.append(f"{self.sent} bytes went through sockets and {self.shared} through memory, expected all there")
         return [f"version {self.version} on {self.instance}: {text}" for text in found]
 
 

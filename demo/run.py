@@ -217,6 +217,8 @@ def _compare(
         weight_version=weight_version,
         seconds=float(record.get("seconds", time.monotonic() - begun)),
         verified=dict(record.get("verified") or {}),
+        sent=reference.moved[server.spec.name][0],
+        shared=reference.moved[server.spec.name][1],
     )
     return outcome, tokens
 

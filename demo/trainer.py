@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
@@ -19,6 +19,9 @@ from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import make_training
 from weightcast.gateway.engines import one_line
 from weightcast.transfer.errors import UpdateError, WeightcastError
+
+if TYPE_CHECKING:
+    from weightcast.gateway.worker import UpdateResult
 
 __all__ = ["Reference", "train"]
 
@@ -29,7 +32,7 @@ class Reference:
 
     `trainer_loss` and `reference_loss` are those of the trainer's own forward pass and of the model that made the
     tokens, on the same text. `result` is the gateway's record of the update for each instance; empty for version 0,
-    the checkpoint.
+    the checkpoint. `moved` are for each instance the bytes that all trainer ranks sent and lent to it.
     """
 
     version: int
@@ -38,6 +41,7 @@ class Reference:
     reference_loss: float
     tokens: list[list[int]]
     result: dict[str, dict[str, Any]]
+    moved: dict[str, tuple[int, int]]
 
 
 def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe: Connection) -> None:
@@ -86,7 +90,7 @@ def _run(rank: int, config: DemoConfig, folder: Path, url: str, pipe: Connection
     import torch
     import torch.distributed as dist
 
-    from weightcast.gateway.worker import TrainerWorker
+    from weightcast.gateway.worker import TrainerWorker, UpdateResult
 
     torch.manual_seed(0)
     reference = ReferenceModel(folder)
@@ -95,20 +99,40 @@ def _run(rank: int, config: DemoConfig, folder: Path, url: str, pipe: Connection
     prompts = prompt_ids(folder, vocabulary)
     batches = [torch.tensor(rows) for rows in text_batches(folder, vocabulary)]
     worker = TrainerWorker(
-        url, "demo", training.source, rank=rank, world_size=config.trainers, deadline=config.deadline
+        url,
+        "demo",
+        training.source,
+        rank=rank,
+        world_size=config.trainers,
+        deadline=config.deadline,
+        share=config.share,
     )
     worker.connect()
     for version in range(config.versions + 1):
-        loss, result = 0.0, {}
+        loss, result = 0.0, UpdateResult(0, {})
         if version > 0:
             loss = training.optimize(batches[(version - 1) % PARTS], config.steps)
-            result = worker.update(version).instances
+            result = worker.update(version)
+        moved = _moved(result, config)
         training.gather(reference)
         trainer_loss = training.loss(batches[0])
         if rank == 0:
             tokens = reference.generate(prompts, config.new_tokens)
-            pipe.send(Reference(version, loss, trainer_loss, reference.loss(batches[0]), tokens, result))
+            losses = (loss, trainer_loss, reference.loss(batches[0]))
+            pipe.send(Reference(version, *losses, tokens, result.instances, moved))
             while (asked := pipe.recv()) is not None:
                 pipe.send(reference.logprobs(prompts, asked))
         dist.barrier()
     worker.close()
+
+
+def _moved(result: UpdateResult, config: DemoConfig) -> dict[str, tuple[int, int]]:
+    """Bytes sent and lent to each instance, over all trainer ranks."""
+    import torch
+    import torch.distributed as dist
+
+    names = [server.name for server in config.servers]
+    mine = [result.transfers.get(name) for name in names]
+    counts = torch.tensor([(0, 0) if one is None else (one.bytes_sent, one.bytes_shared) for one in mine])
+    dist.all_reduce(counts)
+    return {name: (int(sent), int(shared)) for name, (sent, shared) in zip(names, counts.tolist(), strict=True)}

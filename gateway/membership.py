@@ -16,8 +16,9 @@ from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.errors import StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout, RankReport
-from weightcast.transfer.neighbours import Neighbours, Share, find_neighbours
+from weightcast.transfer.neighbours import Neighbours, find_neighbours
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store

@@ -32,8 +32,8 @@ from weightcast.transfer.errors import (
     WeightcastError,
 )
 from weightcast.transfer.executor import TransferReport
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.neighbours import Share
 from weightcast.transfer.transports.shared_memory import share_memory
 
 __all__ = ["TrainerWorker", "UpdateResult"]
@@ -225,7 +225,14 @@ class TrainerWorker:
                 self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
             )
             self._members[name] = join(
-                self._client, self._pair, epoch, part, layout, self._backend, self._address, self._waits.join,
+                self._client,
+                self._pair,
+                epoch,
+                part,
+                layout,
+                self._backend,
+                self._address,
+                self._waits.join,
                 self._share,
             )
         except WeightcastError as error:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 
+import torch
 from executor_workers import Case, group_of
+from part_support import make_parts
+from plain_support import Piece, describe_pieces
 
+from weightcast.transfer.copying import CopyBatch
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.neighbours import Neighbours, Place, meet_neighbours
+from weightcast.transfer.handles import Share
+from weightcast.transfer.neighbours import Neighbours, Place, find_neighbours, meet_neighbours
 from weightcast.transfer.transports.shared_memory import share_memory
 from weightcast.transfer.transports.torch_group import TorchGroup
 
@@ -31,8 +44,9 @@ def run_random_shared(
             layout = share_memory(layout)
         if part.trainer_ranks not in groups:
             made = group_of(port, part.group_rank, member_labels(part), f"senders {part.trainer_ranks}")
-            groups[part.trainer_ranks] = made, meet_neighbours(
-                made, part, Place(hosts[rank]), Deadline.after(SOON), staged
+            groups[part.trainer_ranks] = (
+                made,
+                meet_neighbours(made, part, Place(hosts[rank]), Deadline.after(SOON), staged),
             )
         executor = Executor(part, layout, *groups[part.trainer_ranks])
         for version in (1, 2):
@@ -48,3 +62,78 @@ def run_random_shared(
         neighbours.close()
         group.close()
     return checked, messages, shared, rounds
+
+
+# One side is killed in the middle
+
+
+def vector(rank: int, port: int, seconds: float) -> tuple[Executor, torch.Tensor]:
+    """Trainer rank 0 or rollout-0 rank 0 of a transfer of 1 MiB, joined."""
+    memory = torch.full((1 << 18,), float(1 - rank))
+    layout = describe_pieces([Piece("w", (1 << 18,), (0,), memory)])
+    other = describe_pieces([Piece("w", (1 << 18,), (0,), torch.zeros(1 << 18))])
+    sides = [layout.table, other.table] if rank == 0 else [other.table, layout.table]
+    (sender,), (receiver,) = make_parts(sides[:1], sides[1:], 1 << 20)
+    part = receiver if rank else sender
+    assert part is not None
+    group = group_of(port, part.group_rank, member_labels(part), "killed", seconds)
+    share: Share = None if rank else "in_place"
+    held = layout if rank else share_memory(layout)
+    neighbours = find_neighbours(group, part, held, share, Deadline.after(seconds))
+    return Executor(part, held, group, neighbours), memory
+
+
+def killing(pid: int) -> None:
+    """From now on the first copy of this process kills a process with SIGKILL."""
+    run = CopyBatch.run
+
+    def killed(batch: CopyBatch) -> None:
+        CopyBatch.run = run  # type: ignore[method-assign]
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        run(batch)
+
+    CopyBatch.run = killed  # type: ignore[method-assign]
+
+
+def doomed(rank: int, port: int, sees: Connection) -> None:
+    """The other side; a reader kills itself in the middle, a lender is killed by its reader."""
+    executor, _ = vector(rank, port, SOON)
+    sees.send(os.getpid())
+    if rank == 1:
+        killing(os.getpid())
+    executor.run(Deadline.after(SOON))
+    time.sleep(SOON)
+
+
+def survive(_: int, world: int, __: int, port: int, rank: int) -> tuple[float, str, list[float], list[str]]:
+    """Rank 0 lends or rank 1 reads, the other is killed in the middle: seconds, error, what was read, segments left."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=doomed, args=(1 - rank, port, theirs), daemon=True)
+    child.start()
+    executor, memory = vector(rank, port, SOON)
+    pid = ours.recv()
+    if rank == 1:
+        killing(pid)
+    start = time.monotonic()
+    try:
+        executor.run(Deadline.after(SOON))
+        said = "nothing was wrong"
+    except TransferError as error:
+        said = str(error)
+    seconds = time.monotonic() - start
+    child.join(SOON)
+    read = sorted(set(memory.tolist()))
+    del executor, memory
+    gc.collect()
+    return seconds, said, read, segments_of(pid) + segments_of(os.getpid())
+
+
+def segments_of(pid: int) -> list[str]:
+    """Shared memory of ours that a process still has."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return []
+    return [line for line in maps.splitlines() if "memfd:weightcast" in line]

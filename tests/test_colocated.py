@@ -1,17 +1,47 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
-from colocated_workers import run_random_shared
+from colocated_workers import run_random_shared, survive
 from spawn_support import run_ranks
-from test_executor import store_port  # noqa: F401
+
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.transports.torch_group import open_store
+
+
+@pytest.fixture
+def store_port() -> Iterator[int]:
+    store, port = open_store("127.0.0.1", Deadline.after(60.0))
+    yield port
+    del store
 
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize(("trainer", "hosts", "seeds"), [(2, "aaaa", range(40)), (3, "abab", range(40, 80))])
 def test_random_layouts_are_read_byte_for_byte(
-    store_port: int, trainer: int, hosts: str, seeds: range, staged: bool  # noqa: F811
+    store_port: int,
+    trainer: int,
+    hosts: str,
+    seeds: range,
+    staged: bool,
 ) -> None:
     results = run_ranks(run_random_shared, 4, store_port, trainer, hosts, staged, seeds)
     checked, messages, shared, rounds = (sum(column) for column in zip(*results, strict=True))
     assert min(checked, shared) > 0
     assert (messages == rounds == 0) == (len(set(hosts)) == 1)
+
+
+@pytest.mark.parametrize(("rank", "peer", "read"), [(0, "rollout-0 rank 0", [1.0]), (1, "trainer rank 0", [1.0])])
+def test_a_side_that_is_killed_is_named_and_leaves_no_memory(
+    store_port: int, rank: int, peer: str, read: list[float]
+) -> None:
+    """A reader goes on reading what a dead lender lent, but does not take it for an update."""
+    before = set(os.listdir("/dev/shm"))
+    ((seconds, said, found, left),) = run_ranks(survive, 1, store_port, rank)
+    assert f"lost its connection to {peer}" in said
+    assert seconds < 10.0, "only the deadline noticed"
+    assert found == read
+    assert left == []
+    assert [name for name in set(os.listdir("/dev/shm")) - before if "weightcast" in name or "torch" in name] == []

@@ -66,7 +66,8 @@ class _End:
         shared = np.isin(peer, list(self._rows))
         nbytes = part.operations.size.prod(axis=1) * ITEMSIZE[part.wire_dtype]
         self.nbytes = int(nbytes[shared].sum())
-        self.left = replace(part, operations=part.operations.take(~shared), wire_dtype=part.wire_dtype[~shared])
+        left = np.flatnonzero(~shared)
+        self.left = replace(part, operations=part.operations.take(left), wire_dtype=part.wire_dtype[left])
         if self._rows:
             check_operations(part, layout)
 

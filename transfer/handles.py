@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -16,12 +17,17 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.frames import FrameReader, FrameWriter
 from weightcast.transfer.layout import IntArray, pad_boxes
 
-__all__ = ["CPU", "MAX_OFFER_BYTES", "Offer", "Segment", "decode_offer", "encode_offer", "generation_of"]
+__all__ = ["CPU", "MAX_OFFER_BYTES", "Offer", "Segment", "Share", "decode_offer", "encode_offer", "generation_of"]
 
 CPU = "cpu"
 """`Segment.device` of memory of the host."""
 
 MAX_OFFER_BYTES = 64 << 20
+
+Share: TypeAlias = Literal["in_place", "staged"] | None
+"""What a trainer rank lends to ranks of its host: its weights where they lie, a buffer into which it packs them, or
+nothing.
+"""
 
 _VERSION, _KIND = 1, 4
 _MAX = (1 << 62) - 1

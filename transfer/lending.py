@@ -1,4 +1,4 @@
-"""What a trainer rank lends to the ranks of its host: the memory of its weights, or a buffer into which it packs them."""
+"""What a trainer rank lends to ranks of its host: the memory of its weights, or a buffer into which it packs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray
     everything = np.sort(np.concatenate(list(rows.values())))
     traffic = traffic_of(part, layout, everything, device, staged=True)
     nbytes, places = place_messages(traffic)
-    buffer = shared_memory.allocate(nbytes) if device.type == CPU else torch.empty(nbytes, dtype=torch.uint8, device=device)
+    buffer = (
+        shared_memory.allocate(nbytes) if device.type == CPU else torch.empty(nbytes, dtype=torch.uint8, device=device)
+    )
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
         rounds = make_rounds(True, traffic, layout, buffer, places, scratch)
@@ -42,8 +44,17 @@ def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray
     for peer in rows:
         start = places[traffic.peer == peer]
         one = np.ones((len(start), 1), dtype=np.int64)
-        bases = (np.array([n], dtype=np.int64) for n in (0, first, nbytes, dtype_code("uint8")))
-        offers[peer] = Offer(True, (segment,), *bases, np.zeros_like(start), start, one)
+        offers[peer] = Offer(
+            staged=True,
+            segments=(segment,),
+            segment=np.array([0]),
+            first=np.array([first]),
+            elements=np.array([nbytes]),
+            dtype=np.array([dtype_code("uint8")]),
+            base=np.zeros_like(start),
+            start=start,
+            stride=one,
+        )
     return Staging(buffer, rounds, offers)
 
 
@@ -64,7 +75,8 @@ def in_place_offer(part: RankPart, layout: RankLayout, rows: IntArray) -> Offer:
         index = segments.setdefault(segment, len(segments))
         places.append((index, first, flat.numel(), dtype_code(from_torch(flat.dtype))))
     columns = np.array(places, dtype=np.int64).reshape(-1, 4).T
-    return Offer(False, tuple(segments), *columns, base.astype(np.int64), start, stride)
+    box = (base.astype(np.int64), start, stride)
+    return Offer(False, tuple(segments), columns[0], columns[1], columns[2], columns[3], *box)
 
 
 def segment_of(storage: torch.UntypedStorage) -> tuple[Segment, int]:

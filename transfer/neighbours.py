@@ -10,24 +10,18 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import msgpack
 import torch
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import WireError
-from weightcast.transfer.handles import CPU, Offer, Segment
+from weightcast.transfer.handles import CPU, Offer, Segment, Share
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.base import Communicator
 
-__all__ = ["NOWHERE", "Neighbours", "Place", "Share", "device_of", "find_neighbours", "here", "meet_neighbours"]
-
-Share: TypeAlias = Literal["in_place", "staged"] | None
-"""What a trainer rank lends to ranks of its host: its weights where they lie, a buffer into which it packs them, or
-nothing.
-"""
+__all__ = ["NOWHERE", "Neighbours", "Place", "device_of", "find_neighbours", "here", "meet_neighbours"]
 
 _ANSWER_BYTES = 4096
 """Every answer has this length, so that nobody has to ask for it first."""
@@ -119,7 +113,9 @@ def meet_neighbours(
 def _answer(place: Place, device: torch.device) -> torch.Tensor:
     packed = msgpack.packb(asdict(place))
     if len(packed) > _ANSWER_BYTES:
-        raise WireError(f"this rank can open {len(place.opens)} devices, too many for an answer of {_ANSWER_BYTES} bytes")
+        raise WireError(
+            f"this rank can open {len(place.opens)} devices, too many for an answer of {_ANSWER_BYTES} bytes"
+        )
     return torch.frombuffer(bytearray(packed.ljust(_ANSWER_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
@@ -130,5 +126,7 @@ def _read(answer: torch.Tensor, peer: int) -> Place:
         found = unpacker.unpack()
         place = Place(str(found["host"]), str(found["device"]), tuple(str(d) for d in found["opens"]))
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
-        raise WireError(f"member {peer} did not say where it is: {error}; run the same weightcast on all sides") from None
+        raise WireError(
+            f"member {peer} did not say where it is: {error}; run the same weightcast on all sides"
+        ) from None
     return place

@@ -105,9 +105,7 @@ class Reading:
         alike = alike.take(shape_order(alike.size))
         group = np.zeros(len(alike.wire), dtype=np.int64)
         copies = join(StridedCopies(group, alike.size, alike.base, alike.start, alike.stride))
-        make_copies(
-            copies, (sources, targets), None, [direct], np.zeros(len(copies), dtype=np.int64), self._scratch
-        )
+        make_copies(copies, (sources, targets), None, [direct], np.zeros(len(copies), dtype=np.int64), self._scratch)
         return [direct, *self._cast(ends.take(~kept), sources)]
 
     def _cast(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:

@@ -32,7 +32,7 @@ _FEW = 16
 _LONG_BYTES = 1 << 10
 """Runs of at least so many bytes are moved one by one however many a copy has: an index is 8 bytes."""
 _TWICE_BYTES = 1 << 14
-"""Runs of at least so many bytes that are scattered on both sides are cheaper as calls of their own than moved twice."""
+"""Runs of at least so many bytes scattered on both sides are cheaper as calls of their own than moved twice."""
 _WORTH_A_CALL = 3
 """Fewer runs of a length than this stay copies of their own."""
 

@@ -17,7 +17,7 @@ from weightcast.transfer.handles import Segment
 __all__ = ["open_segment", "reachable", "segment_of", "uuid_of"]
 
 _FIELDS = 7
-"""What `_share_cuda_` says after the device: handle, size, offset, counter's handle and offset, event's handle, flag."""
+"""What `_share_cuda_` says after the device: handle, bytes, offset, counter and its offset, event and its flag."""
 
 
 def uuid_of(device: torch.device) -> str:
@@ -45,7 +45,7 @@ def segment_of(storage: torch.UntypedStorage) -> tuple[Segment, int]:
 
 
 def open_segment(segment: Segment) -> torch.Tensor:
-    """(nbytes,) uint8 over another process's storage, on this process's number of the same GPU. Raises TransferError."""
+    """(nbytes,) uint8 over another process's storage, by this process's number of that GPU. Raises TransferError."""
     numbers = [i for i in range(torch.cuda.device_count()) if uuid_of(torch.device("cuda", i)) == segment.device]
     if not numbers:
         raise TransferError(

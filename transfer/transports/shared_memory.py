@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,9 +128,9 @@ def _move(storages: Iterable[torch.UntypedStorage]) -> None:
     arena, first = Arena(sum(n for _, n in extent)), 0
     for storage, nbytes in extent:
         span = arena.span(first, storage.nbytes())
-        target = span.tensor()
+        target: Any = span.tensor()
         target.copy_(torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)))
-        storage._swap_data_ptr_(target.untyped_storage())
+        target.untyped_storage()._swap_data_ptr_(storage)
         _shared[span.address] = span
         first += nbytes
 
