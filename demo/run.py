@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from weightcast.demo.colocated import describe_step
 from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
 from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
@@ -51,7 +52,7 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
             server.wait_up(config.deadline)
             say(f"{server.spec.name} is up")
         _create_pair(config, url, token, servers)
-        trainers = stack.enter_context(_trainers(config, model, url))
+        trainers = stack.enter_context(_trainers(config, model, url, {s.spec.name: s.url for s in servers}))
         return _follow(config, model, servers, trainers, say)
 
 
@@ -82,7 +83,10 @@ def _model(config: DemoConfig, say: Say) -> Path:
 
 
 def _create_pair(config: DemoConfig, url: str, token: str, servers: list[ServerProcess]) -> None:
-    instances = {s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size} for s in servers}
+    hold = config.share is not None  # the memory dance lets them go on
+    instances = {
+        s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size, "hold": hold} for s in servers
+    }
     deadlines = dict.fromkeys(("register", "join", "prepare", "transfer", "verify", "engine"), config.deadline)
     with GatewayClient(url, token) as client:
         client.create_pair("demo", config.trainers, instances, deadlines)
@@ -125,13 +129,13 @@ class _Trainers:
 
 
 @contextmanager
-def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[_Trainers]:
+def _trainers(config: DemoConfig, model: Path, url: str, engines: dict[str, str]) -> Iterator[_Trainers]:
     """Starts the trainer processes; they are ended on leaving."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     pipes = [context.Pipe() for _ in range(config.trainers)]
     processes = [
-        context.Process(target=train, args=(rank, config, model, url, port, pipes[rank][1]), daemon=True)
+        context.Process(target=train, args=(rank, config, model, url, engines, port, pipes[rank][1]), daemon=True)
         for rank in range(config.trainers)
     ]
     for process in processes:
@@ -162,6 +166,8 @@ def _follow(
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
         faults += reference_faults(reference)
+        for step in reference.steps:
+            say(describe_step(step))
         say(
             f"version {version}: trained, loss {reference.loss:.3f}, transferred"
             if version

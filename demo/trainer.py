@@ -13,11 +13,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightcast.demo.colocated import DemoHooks, make_dance
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
 from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import make_training
 from weightcast.gateway.engines import one_line
+from weightcast.gateway.memory_dance import StepReport
 from weightcast.transfer.errors import UpdateError, WeightcastError
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class Reference:
 
     `trainer_loss` and `reference_loss` are those of the trainer's own forward pass and of the model that made the
     tokens, on the same text. `result` is the gateway's record of the update for each instance; empty for version 0,
-    the checkpoint. `moved` are for each instance the bytes that all trainer ranks sent and lent to it.
+    the checkpoint. `moved` are for each instance the bytes that all trainer ranks sent and lent to it. `steps` are
+    those of the memory dance, where there is one.
     """
 
     version: int
@@ -42,9 +45,12 @@ class Reference:
     tokens: list[list[int]]
     result: dict[str, dict[str, Any]]
     moved: dict[str, tuple[int, int]]
+    steps: list[StepReport]
 
 
-def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe: Connection) -> None:
+def train(
+    rank: int, config: DemoConfig, model: Path, url: str, engines: dict[str, str], port: int, pipe: Connection
+) -> None:
     """Body of trainer process `rank`. Rank 0 sends a Reference a version, and answers lists of tokens with
     log-probabilities.
 
@@ -70,7 +76,7 @@ def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe:
             world_size=config.trainers,
             timeout=timedelta(seconds=config.deadline),
         )
-        _run(rank, config, model, url, pipe)
+        _run(rank, config, model, url, engines, pipe)
     except Exception as error:
         traceback.print_exc()
         if not isinstance(error, WeightcastError):
@@ -85,7 +91,7 @@ def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe:
             dist.destroy_process_group()
 
 
-def _run(rank: int, config: DemoConfig, folder: Path, url: str, pipe: Connection) -> None:
+def _run(rank: int, config: DemoConfig, folder: Path, url: str, engines: dict[str, str], pipe: Connection) -> None:
     """Version after version, the checkpoint as version 0."""
     import torch
     import torch.distributed as dist
@@ -108,18 +114,31 @@ def _run(rank: int, config: DemoConfig, folder: Path, url: str, pipe: Connection
         share=config.share,
     )
     worker.connect()
+    result = UpdateResult(0, {})
+
+    def update(version: int) -> None:
+        nonlocal result
+        result = worker.update(version)
+
+    def batch(version: int) -> torch.Tensor:
+        return batches[(version - 1) % PARTS]
+
+    hooks = DemoHooks(training, batch, config.steps, update, config.work / f"optimizer-{rank}.pt")
+    dance = make_dance(hooks, engines, rank, config.deadline) if config.share is not None else None
     for version in range(config.versions + 1):
-        loss, result = 0.0, UpdateResult(0, {})
-        if version > 0:
-            loss = training.optimize(batches[(version - 1) % PARTS], config.steps)
-            result = worker.update(version)
+        steps: list[StepReport] = []
+        if version > 0 and dance is not None:
+            steps = dance.run(version)
+        elif version > 0:
+            hooks.train(version)
+            update(version)
         moved = _moved(result, config)
         training.gather(reference)
         trainer_loss = training.loss(batches[0])
         if rank == 0:
             tokens = reference.generate(prompts, config.new_tokens)
-            losses = (loss, trainer_loss, reference.loss(batches[0]))
-            pipe.send(Reference(version, *losses, tokens, result.instances, moved))
+            losses = (hooks.loss, trainer_loss, reference.loss(batches[0]))
+            pipe.send(Reference(version, *losses, tokens, result.instances, moved, steps))
             while (asked := pipe.recv()) is not None:
                 pipe.send(reference.logprobs(prompts, asked))
         dist.barrier()

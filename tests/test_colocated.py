@@ -4,10 +4,14 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from colocated_workers import run_random_shared, survive
+from colocated_workers import lose_the_engine, many_updates, run_random_shared, survive
+from gateway_support import running_gateway
+from pair_workers import create
 from spawn_support import run_ranks
 
+from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.handles import Share
 from weightcast.transfer.transports.torch_group import open_store
 
 
@@ -45,3 +49,32 @@ def test_a_side_that_is_killed_is_named_and_leaves_no_memory(
     assert found == read
     assert left == []
     assert [name for name in set(os.listdir("/dev/shm")) - before if "weightcast" in name or "torch" in name] == []
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with running_gateway() as (url, token):
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        yield url
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["in_place", "staged"])
+def test_many_updates_with_weights_that_go_away_and_maps_that_change(gateway: str, share: Share) -> None:
+    create(gateway, share, {"rollout-0": 2})
+    results = run_ranks(many_updates, 4, gateway, share, share, 50, 7, timeout=500.0)
+    assert [faults for _, _, faults, _ in results] == [[]] * 4
+    assert [left for _, _, _, left in results] == [[]] * 4
+    sent, shared = (sum(column) for column in list(zip(*results, strict=True))[:2])
+    assert sent == 0
+    assert shared >= 50 * 4 * (32 + 4 * 15), "all of it at least once in each"
+
+
+def test_an_engine_that_is_killed_in_the_middle_is_fenced(gateway: str) -> None:
+    create(gateway, "killed", {"rollout-0": 1})
+    first, second, engine = run_ranks(lose_the_engine, 3, gateway, "killed", timeout=150.0)
+    assert engine == ["engine ended with -9"]
+    for committed, lost in (first, second):
+        assert committed == "committed"
+        assert lost.startswith("True version 2 is not served everywhere: rollout-0 is fenced: ")
+        assert "lost its connection to rollout-0 rank 0" in lost
