@@ -1,11 +1,11 @@
 """The executor beside one large tensor, beside Awex and beside gathering and broadcasting, in one run on one machine.
 
-    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--skip-load]
+    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--awex DIR] [--skip-load]
 
 First table: each line moves the same bytes from one trainer process to one instance process over Gloo on the loopback
 device, by turns: the limit (one tensor, one send, one receive), ours, Awex's `batch_send_recv`. The best run of each
 counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
-former cannot exceed the latter. `verified` is what digests add to the time, with every element and with a sample.
+former cannot exceed the latter.
 
 Second table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
@@ -29,6 +29,7 @@ import torch.multiprocessing
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from awex_peer import awex_update
 from awex_peer import version as awex_version
+from bench_load import measure as measure_load
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
@@ -125,7 +126,7 @@ def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayou
     return part, sides[rank]
 
 
-def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | None) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(3600.0)
     store: Any = connect_store("127.0.0.1", port, soon)
@@ -159,19 +160,16 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
         prepare = time.perf_counter() - start
         full, ours = by_turns(runs, meet, limit, lambda executor=executor: executor.run(soon))
         peer = None
-        if awex_version():
-            awex = awex_update(part, held, torch.distributed.group.WORLD)
-            peer, again = by_turns(min(runs, 3), meet, awex, lambda executor=executor: executor.run(soon))
+        if awex is not None:
+            update = awex_update(awex, part, held, torch.distributed.group.WORLD)
+            peer, again = by_turns(min(runs, 3), meet, update, lambda executor=executor: executor.run(soon))
         full_cpu, our_cpu = of_both(f"{name} limit", full.cpu), of_both(f"{name} ours", ours.cpu)
         if rank == 1:
-            theirs = (
-                f"{total / peer.wall / 1e9:>7.2f}     {peer.wall / min(again.wall, ours.wall):>10.1f}x"
-                if peer
-                else " " * 23
-            )
+            beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
+            theirs = f"{total / peer.wall / 1e9:.2f}" if peer else ""
             print(
                 f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / ours.wall / 1e9:>6.2f}     "
-                f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs}{prepare:>8.2f} s"
+                f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs:>7}     {beside:>11}{prepare:>8.2f} s"
                 f"{executor.staging_bytes >> 20:>6} MiB",
                 flush=True,
             )
@@ -183,12 +181,19 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
     parser.add_argument("--case", default="", help="only the cases whose name has this in it")
     parser.add_argument("--runs", type=int, default=7, help="the best of so many runs counts (default 7)")
+    parser.add_argument("--awex", type=Path, help="folder with Awex (pip install --no-deps --target DIR awex==0.9.0)")
+    parser.add_argument("--skip-load", action="store_true", help="without the second table, which needs SGLang")
     options = parser.parse_args()
+    version = awex_version(options.awex)
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1, Awex {awex_version() or 'not installed'}")
+    print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1, Awex {version or 'not given'}")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
-    torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs, options.case), nprocs=2)
+    torch.multiprocessing.spawn(
+        work, (port, options.mib << 20, options.runs, options.case, options.awex if version else None), nprocs=2
+    )
     del store
+    if not options.skip_load:
+        measure_load()
 
 
 if __name__ == "__main__":
