@@ -60,9 +60,11 @@ _NO_DIMENSION = -1
 
 _CHUNK = 1 << 14
 _CHUNKS_KEPT = 64
-_BLOCK = {"cpu": 1 << 19}
+_BLOCK = {"cpu": 1 << 20}
 _BLOCK_ELSEWHERE = 1 << 21
-"""Elements taken at once, at 8 bytes of temporary memory each. Few fit a CPU's caches; many hide a GPU's launches."""
+"""Elements whose row sums are reduced together."""
+_STEP = 1 << 19
+"""Elements that a CPU widens to 8 bytes at a time: they stay in its cache. A GPU takes whole blocks."""
 _LONGEST = 1 << 16
 """Elements of the inner dimension taken at once: their constants need up to 64 bytes each while they are made."""
 _NARROW = 64
@@ -147,9 +149,7 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
         values = values[:, None]
         weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
     for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
-        values_there = values[cut] if target == boxes.dtype else settle_nan(values[cut].to(target))
-        words = values_there.view(_WORDS[target.itemsize])
-        sums = _row_sums(words, weights.inner(cut[-1]))
+        sums = _row_sums(values[cut], target, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
             outer = weights.outer(position, cut[position + 1])
             sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
@@ -231,27 +231,41 @@ class _Weights:
         return _constants(dim, offset + cut.start, cut.stop - cut.start, self._device)
 
 
-def _row_sums(words: torch.Tensor, inner: _Inner) -> torch.Tensor:
-    """(..., size) words -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
-    if words.dtype == torch.int64:
-        weights = _constants(_WORD_DIMENSION, 0, 2, words.device).reshape(2, 2, *[1] * (words.ndim - 1))
-        halves = [(words << 32 >> 32).to(torch.int32), (words >> 32).to(torch.int32)]
-        low, high = (_row_sums(half, inner) * weights[:, i] % PRIME for i, half in enumerate(halves))
-        return (low + high) % PRIME
-    rows = words.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, words.shape[-1])
-    sums = _products(inner.columns, rows, _TILE[words.itemsize])
-    if words.dtype == torch.int32:
+def _row_sums(values: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
+    """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
+    rows = values.reshape(-1, values.shape[-1])
+    if target.itemsize < 8:
+        sums = _sums(rows, target, inner)
+    else:
+        # Two words of 4 bytes each, the low one first on every machine that torch runs on.
+        words = _words(rows, target).contiguous().view(torch.int32)
+        weights = _constants(_WORD_DIMENSION, 0, 2, words.device)[:, :, None]
+        low, high = (_sums(words[:, i::2], torch.int32, inner) * weights[:, i] % PRIME for i in (0, 1))
+        sums = (low + high) % PRIME
+    return sums.reshape(2, *values.shape[:-1])
+
+
+def _words(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    cast = values if values.dtype == target else settle_nan(values.to(target))
+    return cast.view(_WORDS[target.itemsize])
+
+
+def _sums(rows: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
+    """(r, size) values of at most 4 bytes -> (2, r) residues of the sums of their rows."""
+    count, size = rows.shape
+    tiles = [slice(a, a + _TILE[target.itemsize]) for a in range(0, size, _TILE[target.itemsize])]
+    products = torch.empty((len(tiles), len(inner.columns), count), dtype=torch.float64, device=rows.device)
+    step = min(count, max(1, (_STEP if rows.device.type == "cpu" else _BLOCK_ELSEWHERE) // size))
+    buffer = torch.empty((step, size), dtype=torch.float64, device=rows.device)
+    for first in range(0, count, step):
+        some = rows[first : first + step]
+        wide = buffer[: len(some)].copy_(_words(some, target))
+        for tile, out in zip(tiles, products, strict=True):
+            torch.mm(inner.columns[:, tile], wide[:, tile].t(), out=out[:, first : first + step])
+    sums = products.to(torch.int64).sum(dim=0)
+    if target.itemsize == 4:
         sums = (sums[:2] % PRIME << _HALF_BITS) + sums[2:]
-    return ((sums + inner.bias) % PRIME).reshape(2, *words.shape[:-1])
-
-
-def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Tensor:
-    """(f, size) integers times (r, size) integers, both as float64 -> (f, r) int64, exact."""
-    size = rows.shape[1]
-    parts = [
-        torch.mm(columns[:, a : a + tile], rows[:, a : a + tile].t()).to(torch.int64) for a in range(0, size, tile)
-    ]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
+    return (sums + inner.bias) % PRIME
 
 
 def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
