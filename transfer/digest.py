@@ -43,6 +43,7 @@ from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
 from weightcast.transfer.residues import PRIME, DigestArray
+from weightcast.transfer.verification import Sample
 
 __all__ = ["add", "digest", "digest_rows"]
 
@@ -85,7 +86,7 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
         raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
-    residues = _residues(view[None], offset, dtype)
+    residues = _residues(view[None], offset, [1] * len(size), dtype)
     where = np.array([offset], dtype=np.int64).reshape(1, len(size))
     scale = _scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
     return int(_join(residues, scale)[0])
@@ -99,21 +100,28 @@ def add(*digests: int) -> int:
 
 
 def digest_rows(
-    layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray
+    layout: RankLayout,
+    rows: IntArray,
+    offsets: IntArray,
+    sizes: IntArray,
+    dtypes: IntArray,
+    sample: Sample | None = None,
 ) -> DigestArray:
     """(k,) digests of k boxes of a rank, as `digest(layout.box_view(...), offset, dtype)` gives them one by one.
 
     `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
     their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as
-    the slots of an expert parameter, are digested together, and the device is waited for once.
+    the slots of an expert parameter, are digested together, and the device is waited for once. With a `sample` only
+    the elements in it count; such digests add up to the digest of the tensor's sample.
     """
-    boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes)
+    boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes, sample)
     found: list[tuple[IntArray, torch.Tensor]] = []
     for members in boxes.alike():
         limit = _block_limit(layout.memory.bases[int(boxes.base[members[0]])].device)
         for some in boxes.stacks(members, limit):
             target = to_torch(dtype_name(int(dtypes[some[0]])))
-            found.append((some, _residues(boxes.stacked(layout, some), boxes.offset[some[0]].tolist(), target)))
+            place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
+            found.append((some, _residues(boxes.stacked(layout, some), *place, target)))
     digests = np.zeros(len(rows), dtype=np.uint64)
     scale = _scale(boxes.offset, boxes.size, boxes.ndim)
     for device in {residues.device for _, residues in found}:
@@ -127,10 +135,13 @@ def digest_rows(
 
 
 @torch.no_grad()
-def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+def _residues(
+    boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None
+) -> torch.Tensor:
     """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime.
 
-    The constants of dimensions of size 1 are left out, so that the boxes may differ there; `_scale` has them.
+    Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
+    left out, so that the boxes may differ there; `_scale` has them.
     """
     target = boxes.dtype if dtype is None else dtype
     for one in (boxes.dtype, target):
@@ -144,10 +155,10 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
         inner = _inner_dimension(values)
         values = values.movedim(inner, -1)
         dims.append(dims.pop(inner - 1))
-        weights = _Weights(tuple((d, offset[d]) for d in dims), boxes.device, target.itemsize)
+        weights = _Weights(tuple((d, offset[d], step[d]) for d in dims), boxes.device, target.itemsize)
     else:
         values = values[:, None]
-        weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
+        weights = _Weights(((_NO_DIMENSION, 0, 1),), boxes.device, target.itemsize)
     for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
         sums = _row_sums(values[cut], target, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
@@ -200,10 +211,10 @@ class _Inner(NamedTuple):
 class _Weights:
     """The constants of the dimensions of one call, made for the ranges asked for and kept until others are asked for.
 
-    `dims` are (dimension, offset of the box) pairs, the inner one last.
+    `dims` are (dimension, offset of the box, step) triples, the inner one last.
     """
 
-    def __init__(self, dims: tuple[tuple[int, int], ...], device: torch.device, itemsize: int) -> None:
+    def __init__(self, dims: tuple[tuple[int, int, int], ...], device: torch.device, itemsize: int) -> None:
         self._dims, self._device, self._in_halves = dims, device, itemsize >= 4
         self._outer: dict[int, tuple[slice, torch.Tensor]] = {}
         self._inner: tuple[slice, _Inner] | None = None
@@ -225,10 +236,11 @@ class _Weights:
         return self._inner[1]
 
     def _constants(self, position: int, cut: slice) -> torch.Tensor:
-        dim, offset = self._dims[position]
+        dim, offset, step = self._dims[position]
         if dim == _NO_DIMENSION:
             return torch.ones((2, 1), dtype=torch.int64, device=self._device)
-        return _constants(dim, offset + cut.start, cut.stop - cut.start, self._device)
+        extent = (cut.stop - cut.start - 1) * step + 1
+        return _constants(dim, offset + cut.start * step, extent, self._device)[:, ::step]
 
 
 def _row_sums(values: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
@@ -325,25 +337,37 @@ class _Boxes:
     start: IntArray
     stride: IntArray
     offset: IntArray
+    step: IntArray
     size: IntArray
     ndim: IntArray
     dtype: IntArray
 
     @classmethod
-    def of(cls, layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray) -> _Boxes:
+    def of(
+        cls,
+        layout: RankLayout,
+        rows: IntArray,
+        offsets: IntArray,
+        sizes: IntArray,
+        dtypes: IntArray,
+        sample: Sample | None,
+    ) -> _Boxes:
         table, memory = layout.table, layout.memory
         width = max(table.tensors.width, offsets.shape[1])
         offset, size = pad_boxes(offsets, width, 0), pad_boxes(sizes, width, 1)
         stride = pad_boxes(memory.stride[rows], width, 0)
+        ndim, step = table.tensors.ndim[table.tensor[rows]], np.ones_like(size)
+        if sample is not None:
+            shape = pad_boxes(table.tensors.shape[table.tensor[rows]], width, 1)
+            offset, size, step = sample.thin(shape, ndim, offset, size)
         start = memory.start[rows] + ((offset - pad_boxes(table.offset[rows], width, 0)) * stride).sum(axis=1)
-        ndim = table.tensors.ndim[table.tensor[rows]]
-        return cls(memory.base[rows], start, stride, offset, size, ndim, dtypes)
+        return cls(memory.base[rows], start, stride * step, offset, step, size, ndim, dtypes)
 
     def alike(self) -> list[IntArray]:
         """Groups of boxes that differ only in where they start and in dimensions of size 1; by start within a group."""
         plain = self.size == 1
         columns = [self.base[:, None], self.dtype[:, None], self.size]
-        columns += [np.where(plain, 0, self.stride), np.where(plain, 0, self.offset)]
+        columns += [np.where(plain, 0, column) for column in (self.stride, self.offset, self.step)]
         _, group = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
         order = np.lexsort((self.start, group.ravel()))
         return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
