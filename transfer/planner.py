@@ -7,7 +7,7 @@ other and keeps what did not change.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +31,7 @@ from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, find_sources
 from weightcast.transfer.topology import Hosts, Topology
 
-__all__ = ["Asks", "Dealt", "Label", "Made", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
+__all__ = ["Asks", "Dealt", "Label", "Made", "Terms", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
 
 _BALANCED = 1.045
 """Blocks dealt by themselves are kept if the busiest trainer rank has at most so many times the least load to which
@@ -59,10 +59,27 @@ def plan_transfer(
     Raises LayoutError where tables contradict each other, CoverageError where something is missing (named in compact
     ranges), and PlanError if the plan were wrong.
     """
-    made = make_plan(
-        trainer, instances, check=check, required=required, left_out=left_out, hosts=hosts, topology=topology
-    )
-    return made.plan
+    return make_plan(trainer, instances, Terms(check, tuple(required), left_out or {}, hosts, topology)).plan
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is asked of a plan, as in `plan_transfer`."""
+
+    check: bool = True
+    required: tuple[str, ...] = ()
+    left_out: Mapping[str, Collection[str]] = field(default_factory=dict)
+    hosts: Hosts | None = None
+    topology: Topology | None = None
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal terms."""
+        left_out = {name: frozenset(names) for name, names in self.left_out.items()}
+        hosts = self.hosts and (self.hosts.host.tobytes(), self.hosts.first.tobytes())
+        return self.check, self.required, left_out, hosts, self.topology
+
+
+_NO_TERMS = Terms()
 
 
 @dataclass(frozen=True)
@@ -89,16 +106,10 @@ class Made:
 
 
 def make_plan(
-    trainer: Sequence[RegionTable],
-    instances: Mapping[str, Sequence[RegionTable]],
-    *,
-    check: bool = True,
-    required: Collection[str] = (),
-    left_out: Mapping[str, Collection[str]] | None = None,
-    hosts: Hosts | None = None,
-    topology: Topology | None = None,
+    trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]], terms: Terms = _NO_TERMS
 ) -> Made:
     """plan_transfer, with what it worked out on the way."""
+    hosts, topology = terms.hosts, terms.topology
     pair = join_sides(trainer, instances)
     worlds = [side.world for side in pair.instances]
     if hosts is not None:
@@ -111,7 +122,7 @@ def make_plan(
             cells[side.fingerprints] = cells_of(side, None, label)
     own = [cells[side.fingerprints] for side in pair.instances]
     by_name = {side.name: one for side, one in zip(pair.instances, own, strict=True)}
-    require_cover(pair.tensors, sources.cells, by_name, _required(pair, required, left_out or {}))
+    require_cover(pair.tensors, sources.cells, by_name, _required(pair, terms.required, terms.left_out))
     bound: dict[tuple[str, ...], tuple[Receives, IntArray]] = {}
     for side in pair.instances:
         if side.fingerprints not in bound:
@@ -138,7 +149,7 @@ def make_plan(
         operations=operations,
         digests=_digests(pair, sources, own),
     )
-    if check:
+    if terms.check:
         check_joined(plan, pair)
     starts = tuple(np.searchsorted(one.key, pair.layer_start) for one in own)
     return Made(pair, sources, reach, plan, expected, others, dealt.asked, dealt.sent, starts, bool(dealt.entry))

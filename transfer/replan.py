@@ -31,7 +31,7 @@ from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import IntArray, RegionTable
 from weightcast.transfer.parts import BUCKET_BYTES, PlanParts
 from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
-from weightcast.transfer.planner import Asks, Dealt, Label, Made, balanced, loads_of, make_plan, weights
+from weightcast.transfer.planner import Asks, Dealt, Label, Made, Terms, balanced, loads_of, make_plan, weights
 from weightcast.transfer.regions import Cells
 from weightcast.transfer.rows import direct_rows
 from weightcast.transfer.sides import Side
@@ -104,15 +104,12 @@ class Planner:
     ) -> Planned:
         """The plan for these tables: see `plan_transfer`. Raises what it raises. With a topology, because who passes
         on what depends on all of the plan, it is always made from scratch when anything changed."""
-        exempt = {name: tuple(names) for name, names in (left_out or {}).items()}
-        terms = check, tuple(required), exempt, topology, hosts and (hosts.host.tobytes(), hosts.first.tobytes())
-        planned = self._again(trainer, instances, check) if terms == self._terms else None
+        terms = Terms(check, tuple(required), left_out or {}, hosts, topology)
+        planned = self._again(trainer, instances, check) if terms.key() == self._terms else None
         if planned is None:
-            made = make_plan(
-                trainer, instances, check=check, required=required, left_out=left_out, hosts=hosts, topology=topology
-            )
+            made = make_plan(trainer, instances, terms)
             planned = Planned(None, None, made.plan, made)
-        self._last, self._terms = planned, terms
+        self._last, self._terms = planned, terms.key()
         return planned
 
     def _again(
