@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_workers import feed_two_instances, run_random
+from executor_workers import feed_three_instances, feed_two_instances, run_random
 from group_support import join_all, together
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
@@ -40,6 +40,15 @@ def test_random_layouts_arrive_byte_for_byte(store_port: int, trainer: int, inst
     checked, received, copied, rounds = (sum(column) for column in zip(*results, strict=True))
     assert min(checked, received, copied, rounds) > 0
     assert max(r[3] for r in results) > 5, "no case needed several rounds"
+
+
+def test_three_instances_of_different_layouts_with_relays(store_port: int) -> None:
+    """Every byte, by the planner's own plans, the instances at the same time and relays in several stages."""
+    worlds = (1, 2, 3)
+    results = run_ranks(feed_three_instances, 2 + sum(worlds), store_port, worlds, range(24), timeout=300.0)
+    checked, received, copied, relayed, stages = (sum(column) for column in zip(*results, strict=True))
+    assert min(checked, received, copied, relayed) > 0
+    assert stages > 6 * len(results), "no case needed several stages"
 
 
 def test_an_instance_that_dies_does_not_hold_up_another(store_port: int) -> None:
@@ -184,7 +193,6 @@ def test_a_trainer_rank_that_sends_nothing_is_no_member() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("kind", Kind.RELAY, "the plan has relays, which cannot be run yet"),
         (
             "offset",
             [[1]],
@@ -202,8 +210,15 @@ def test_operations_outside_the_memory_are_refused(side: int, column: str, value
     changed = getattr(pair.parts[side].operations, column).copy()
     changed[:1] = value
     ops = dataclasses.replace(pair.parts[side].operations, **{column: changed})
-    with pytest.raises((PlanError, TransferError), match=message):
+    with pytest.raises(PlanError, match=message):
         pair.executor(side, operations=ops)
+
+
+def test_trainer_ranks_only_send() -> None:
+    pair = Pair(*vectors())
+    ops = dataclasses.replace(pair.parts[0].operations, kind=np.array([Kind.RELAY], dtype=np.int64))
+    with pytest.raises(PlanError, match="operation 0 has kind 2, expected 0, a send"):
+        pair.executor(0, operations=ops)
 
 
 def test_another_tensor_and_another_dtype_are_refused() -> None:

@@ -40,8 +40,9 @@ def test_samples_of_parts_add_up_to_the_sample_of_the_tensor(
     full = torch.randn(shape)
     whole = describe_pieces([Piece("w", shape, (0,) * len(shape), full)])
     zeros = (0,) * (len(shape) - 1)
-    parts = describe_pieces([Piece("w", shape, (a, *zeros), full[a:b].mT.contiguous().mT if len(shape) > 1 else full[a:b])
-                             for a, b in pairwise(cuts)])  # fmt: skip
+    cut = [(a, full[a:b]) for a, b in pairwise(cuts)]
+    views = [(a, view.mT.contiguous().mT if view.dim() > 1 else view) for a, view in cut]
+    parts = describe_pieces([Piece("w", shape, (a, *zeros), view) for a, view in views])
     sample = Sample(turn)
     assert add(*digests(parts, sample)) == digests(whole, sample)[0] != digests(whole, None)[0]
 

@@ -107,7 +107,7 @@ class Executor:
         schedule, clock = self._schedule, _Clock()
         under_way: deque[tuple[int, Exchange]] = deque()
         for number, step in enumerate(schedule.rounds):
-            if len(under_way) == IN_FLIGHT:
+            while under_way and (len(under_way) == IN_FLIGHT or under_way[0][0] < step.after):
                 self._finish(*under_way.popleft(), deadline, clock)
             step.pack.run()
             clock.charge("pack")
@@ -135,7 +135,7 @@ class Executor:
         try:
             exchange.wait(deadline)
         except TransferError as error:
-            left = sum(tensor.nbytes for r in rounds[number + 1 :] for _, tensor in (*r.sends, *r.receives))
+            left = sum(r.nbytes for r in rounds[number + 1 :])
             raise type(error)(
                 f"{error} in round {number + 1} of {len(rounds)}, {left} bytes in later rounds"
             ) from error

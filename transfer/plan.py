@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from weightcast.transfer.layout import IntArray, TensorTable
+from weightcast.transfer.verification import Verify
 
 __all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_rows"]
 
@@ -120,8 +121,10 @@ class RankPart:
     communicator are numbered with the trainer ranks that send to the instance first, ascending, then all ranks of the
     instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this
     rank's number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype` (len(operations),)
-    is the dtype code in which each box travels, the destination's. `digests` are the rank's own rows; for a trainer
-    rank they are the same in the parts of all instances. `table_fingerprint` is that of the table the rank reported.
+    is the dtype code in which each box travels, the destination's, and `stage` (len(operations),) when, of `stages`
+    stages (`weightcast.transfer.stages`). `digests` are the rank's own rows, of which `verify` says how much counts;
+    for a trainer rank they are the same in the parts of all instances. `table_fingerprint` is that of the table the
+    rank reported.
     """
 
     instance: str
@@ -136,6 +139,15 @@ class RankPart:
     wire_dtype: IntArray
     digests: DigestRows
     bucket_bytes: int
+    stage: IntArray
+    stages: int = 1
+    verify: Verify = Verify.FULL
+
+    @property
+    def most_peers(self) -> int:
+        """The most messages that any member of the communicator may have under way in one round."""
+        direct = max(len(self.trainer_ranks), self.instance_ranks)
+        return direct if self.stages == 1 else direct + 2 * self.instance_ranks
 
     @property
     def group_size(self) -> int:
