@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -316,8 +319,11 @@ def lose_a_peer(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
     return time.monotonic() - start, "nothing was lost"
 
 
-def feed_two_instances(rank: int, world: int, _: int, port: int) -> list[tuple[str, float]]:
-    """Rank 0 trains and feeds rollout-0 (rank 1), which dies in the second update, and rollout-1 (rank 2)."""
+def feed_two_instances(rank: int, world: int, _: int, port: int, stuck: bool) -> list[tuple[str, float]]:
+    """Rank 0 trains and feeds rollout-0 (rank 1) and rollout-1 (rank 2).
+
+    In the second update rollout-0 dies, or it gets stuck until all is over.
+    """
     sources = [Piece("w", (4, 1 << 16), (0, 0), torch.zeros(4, 1 << 16)), Piece("b", (), (), torch.zeros(()))]
     targets = [Piece(p.name, p.shape, p.offset, torch.zeros(p.shape, dtype=torch.bfloat16)) for p in sources]
     trainer, instance = describe_pieces(sources), describe_pieces(targets)
@@ -334,15 +340,61 @@ def feed_two_instances(rank: int, world: int, _: int, port: int) -> list[tuple[s
         for piece in sources:
             piece.view.fill_(version)
         if rank == 1 and version == 2:
+            if stuck:
+                connect_store("127.0.0.1", port, Deadline.after(60.0)).get("over")
             return outcome
         for name, executor in zip(names, executors, strict=False):
             start = time.monotonic()
             try:
-                executor.run(Deadline.after(15.0))
+                executor.run(Deadline.after(3.0 if stuck and version > 1 and rank == 0 else 15.0))
                 outcome.append((f"{name} {version}", float(targets[0].view.mean() + targets[1].view)))
             except TransferError as error:
                 outcome.append((f"{name} {version}: {error}", time.monotonic() - start))
+    connect_store("127.0.0.1", port, Deadline.after(60.0)).set("over", "")
     return outcome
+
+
+def measure_memory(rank: int, world: int, _: int, port: int, bucket_bytes: int, region_bytes: int) -> list[int]:
+    """Bytes of memory that this process gained at its peak while it prepared and ran, and in a second run; what torch
+    allocated in a third; and the executor's own account."""
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "memory")
+
+    def executor_of(total: int) -> Executor:
+        n = region_bytes // 2
+        pieces = [Piece(f"t{i}", (n,), (0,), torch.ones(n, dtype=torch.bfloat16)) for i in range(total // region_bytes)]
+        layout = describe_pieces(pieces)
+        sender, receiver = make_parts([layout.table], [layout.table], bucket_bytes)
+        part = (*sender, *receiver)[rank]
+        assert part is not None
+        before.append(reset_peak())
+        return Executor(part, layout, group)
+
+    before: list[int] = []
+    executor_of(1 << 20).run(Deadline.after(60.0))  # Code is loaded when it first runs.
+    executor = executor_of(64 << 20)
+    executor.run(Deadline.after(60.0))
+    first = peak() - before[1]
+    again = reset_peak()
+    executor.run(Deadline.after(60.0))
+    second = peak() - again
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        executor.run(Deadline.after(60.0))
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    group.close()
+    return [first, second, sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]"), executor.staging_bytes]
+
+
+def reset_peak() -> int:
+    """Bytes that this process has, from which its peak is counted from now on (Linux)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """The most bytes that this process had since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
 
 
 def share_a_process(rank: int, world: int, _: int, port: int) -> list[object]:

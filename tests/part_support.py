@@ -42,7 +42,7 @@ def make_parts(
             mine = np.flatnonzero(ops.dst_rank == rank)
         return RankPart(
             name, 0, is_trainer, rank, senders, len(instance), table.fingerprint, tensors, ops.take(mine), wire[mine],
-            nothing, bucket_bytes, np.zeros(len(mine), dtype=np.int64),
+            nothing, bucket_bytes,
         )  # fmt: skip
 
     return (

@@ -77,7 +77,10 @@ class PlanParts:
         o, d = plan.operations, plan.digests
         instances = len(plan.instances)
         self._relays = _relays(plan)
-        self._stage, self._stages = (None, None) if self._relays is None else stages(plan)
+        self._stage: IntArray | None = None
+        self._stages = np.ones(instances, dtype=np.int64)
+        if self._relays is not None:
+            self._stage, self._stages = stages(plan)
         sends = np.flatnonzero(o.kind == Kind.SEND)
         self._sends = _Index(sends, o.src_rank, o.instance, (plan.trainer_world, instances))
         most = max(plan.instance_world)
@@ -119,7 +122,14 @@ class PlanParts:
             size=_take(o.size, rows),
         )
         return self._part(
-            index, rank, True, tensors, operations, self._plan.instance_dtype[index, tensor], digests, self._due(rows)
+            index,
+            rank,
+            True,
+            tensors,
+            operations,
+            self._plan.instance_dtype[index, tensor],
+            digests,
+            self._due(index, rows),
         )
 
     def _of_trainer(self, rank: int) -> tuple[IntArray, TensorTable, DigestRows]:
@@ -144,13 +154,11 @@ class PlanParts:
         wire_dtype = plan.instance_dtype[index, operations.tensor]
         operations = replace(operations, tensor=self._renumber(used, operations.tensor))
         digests = replace(digests, tensor=self._renumber(used, digests.tensor))
-        return self._part(index, rank, False, self._own(used), operations, wire_dtype, digests, self._due(rows))
+        return self._part(index, rank, False, self._own(used), operations, wire_dtype, digests, self._due(index, rows))
 
-    def _due(self, rows: IntArray | slice) -> IntArray:
-        """The stages of operations."""
-        if self._stage is not None:
-            return self._stage[rows]
-        return np.zeros(rows.stop - rows.start if isinstance(rows, slice) else len(rows), dtype=np.int64)
+    def _due(self, index: int, rows: IntArray | slice) -> IntArray | None:
+        """The stages of operations of an instance, if it has several."""
+        return self._stage[rows] if self._stage is not None and self._stages[index] > 1 else None
 
     def _index(self, instance: str) -> int:
         if instance not in self._plan.instances:
@@ -195,7 +203,7 @@ class PlanParts:
         operations: Operations,
         wire_dtype: IntArray,
         digests: DigestRows,
-        stage: IntArray,
+        stage: IntArray | None,
     ) -> RankPart:
         plan = self._plan
         fingerprints = plan.trainer_fingerprints if is_trainer else plan.instance_fingerprints[index]
@@ -213,7 +221,7 @@ class PlanParts:
             digests=digests,
             bucket_bytes=self._bucket_bytes,
             stage=stage,
-            stages=1 if self._stages is None else int(self._stages[index]),
+            stages=int(self._stages[index]),
             verify=self._verify,
         )
 

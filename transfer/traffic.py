@@ -113,7 +113,8 @@ def find_traffic(part: RankPart, layout: RankLayout, device: torch.device) -> Tr
 
     limit = message_limit(part.bucket_bytes, part.most_peers)
     moved = np.flatnonzero(ops.kind != Kind.COPY)
-    keys = np.stack([peer, leaves, part.stage], axis=1)[moved]
+    due = np.zeros(len(ops), dtype=np.int64) if part.stage is None else part.stage
+    keys = np.stack([peer, leaves, due], axis=1)[moved]
     columns: list[list[IntArray]] = []
     messages = 0
     for key in np.unique(keys, axis=0):

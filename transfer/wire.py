@@ -128,7 +128,7 @@ def encode_part(part: RankPart) -> bytes:
         w.matrix(f"operations.{name}", getattr(part.operations, name))
         w.matrix(f"digests.{name}", getattr(part.digests, name))
     w.column("wire_dtype", part.wire_dtype)
-    w.column("stage", part.stage)
+    w.column("stage", np.zeros(0, dtype=np.int64) if part.stage is None else part.stage)
     w.field("stages", part.stages)
     w.strings("verify", (part.verify.value,))
     return w.finish()
@@ -154,7 +154,8 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     operations = _read_operations(r, tensors)
     wire_dtype = r.column("wire_dtype", len(operations))
     check_range(r, "wire_dtype", wire_dtype, 0, len(NAMES) - 1)
-    stages, stage = r.integer("stages", 1, _MAX_COUNT), r.column("stage", len(operations))
+    stages = r.integer("stages", 1, _MAX_COUNT)
+    stage = r.column("stage", len(operations) if stages > 1 else 0)
     check_range(r, "stage", stage, 0, stages - 1)
     part = RankPart(
         instance=instance,
@@ -169,7 +170,7 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
         wire_dtype=wire_dtype,
         digests=_read_digest_rows(r, tensors),
         bucket_bytes=r.integer("bucket_bytes", 1, _MAX_NOTED_BYTES),
-        stage=stage,
+        stage=stage if stages > 1 else None,
         stages=stages,
         verify=_read_verify(r),
     )
