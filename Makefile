@@ -3,6 +3,7 @@
 # make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
+# make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")
 # make clean   remove the virtual environment and what the other targets left
 #
 # Each target sets up what it needs in a virtual environment of its own: nothing else on the machine is touched.
@@ -22,7 +23,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo demo-megatron test check bench setup clean
+.PHONY: demo demo-megatron test check bench bench-transfer setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -41,6 +42,9 @@ check: setup
 
 bench: setup $(STAMPS)/bench
 	$(BIN)/python benchmarks/bench_plan.py --awex $(VENV)/awex $(BENCH_ARGS)
+
+bench-transfer: setup $(STAMPS)/bench
+	$(BIN)/python benchmarks/bench_transfer.py --awex $(VENV)/awex $(TRANSFER_ARGS)
 
 setup: $(STAMPS)/shims $(STAMPS)/megatron $(VENV)/src/weightcast
 

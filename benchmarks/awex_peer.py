@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,22 +27,17 @@ from weightcast.transfer.plan import RankPart
 __all__ = ["awex_update", "version"]
 
 
-def version() -> str:
-    """The installed version; empty when there is none."""
-    try:
-        return importlib.metadata.version("awex")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+def version(folder: Path | None) -> str:
+    """The version that lies in a folder; empty when there is none."""
+    found = importlib.metadata.distributions(name="awex", path=[str(folder)]) if folder else []
+    return next((distribution.version for distribution in found), "")
 
 
-def _modules() -> tuple[Any, Any]:
+def _modules(folder: Path) -> tuple[Any, Any]:
     os.environ["AWEX_DEVICE_TYPE"] = "cpu"
     if "awex" not in sys.modules:
-        spec = importlib.util.find_spec("awex")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
         package: Any = types.ModuleType("awex")
-        package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+        package.__path__ = [str(folder / "awex")]
         sys.modules["awex"] = package
         package.logging = importlib.import_module("awex.logging")
         for name, logger in logging.Logger.manager.loggerDict.items():
@@ -51,12 +46,12 @@ def _modules() -> tuple[Any, Any]:
     return importlib.import_module("awex.transfer.nccl_comm"), importlib.import_module("awex.transfer.transfer_plan")
 
 
-def awex_update(part: RankPart, layout: RankLayout, group: Any) -> Callable[[], None]:
-    """A call that moves the boxes of a part as Awex would, over a torch group of the same members.
+def awex_update(folder: Path, part: RankPart, layout: RankLayout, group: Any) -> Callable[[], None]:
+    """A call that moves the boxes of a part as the Awex in `folder` would, over a torch group of the same members.
 
     Each region is a parameter of its own name, which is what Awex's converters make of fused ones.
     """
-    comm, plans = _modules()
+    comm, plans = _modules(folder)
     ops = part.operations
     parameters = {str(row): layout.view(row) for row in range(len(layout.table))}
     regions = ops.src_region if part.is_trainer else ops.dst_region

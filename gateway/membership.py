@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +100,7 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
     names = parse_names(part.tensors.names)
     wanted = np.isin(names.layer, list(layers)) & (names.expert != NONE)
     rows = np.flatnonzero(wanted[part.operations.tensor])
-    return replace(part, operations=part.operations.take(rows), wire_dtype=part.wire_dtype[rows])
+    return part.take(rows)
 
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:

@@ -172,7 +172,7 @@ def away_and_back(source: ShardSource, rng: random.Random, share: Share) -> None
 def many_updates(
     rank: int, _: int, __: int, url: str, pair: str, share: Share, count: int, seed: int
 ) -> tuple[int, int, list[str], list[str]]:
-    """Two trainer ranks, two instance ranks: bytes in messages and in place, what was wrong, segments left at the end."""
+    """Two trainer and two instance ranks: bytes in messages and in place, faults, segments left at the end."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     if rank < 2:

@@ -37,6 +37,7 @@ NEED_TORCH = (
     "weightcast.transfer.reading",
     "weightcast.transfer.rounds",
     "weightcast.transfer.runs",
+    "weightcast.transfer.traffic",
     "weightcast.transfer.transports",
 )
 

@@ -17,7 +17,6 @@ nothing of a later one, as with messages, so no order of peers can deadlock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -33,7 +32,8 @@ from weightcast.transfer.messages import IN_FLIGHT
 from weightcast.transfer.neighbours import Neighbours, device_of
 from weightcast.transfer.plan import Kind, RankPart
 from weightcast.transfer.reading import Reading
-from weightcast.transfer.rounds import Round, check_operations
+from weightcast.transfer.rounds import Round
+from weightcast.transfer.traffic import check_operations
 from weightcast.transfer.transports.base import Communicator, Exchange
 
 __all__ = ["Borrower", "Lender", "share"]
@@ -66,8 +66,7 @@ class _End:
         shared = np.isin(peer, list(self._rows))
         nbytes = part.operations.size.prod(axis=1) * ITEMSIZE[part.wire_dtype]
         self.nbytes = int(nbytes[shared].sum())
-        left = np.flatnonzero(~shared)
-        self.left = replace(part, operations=part.operations.take(left), wire_dtype=part.wire_dtype[left])
+        self.left = part.take(np.flatnonzero(~shared))
         if self._rows:
             check_operations(part, layout)
 

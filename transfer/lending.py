@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,11 +12,12 @@ from weightcast.transfer.dtypes import dtype_code, from_torch
 from weightcast.transfer.handles import CPU, Offer, Segment
 from weightcast.transfer.layout import IntArray, RankLayout
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.rounds import Round, in_memory, make_rounds, place_messages, traffic_of
+from weightcast.transfer.rounds import Round, make_rounds, place_messages
 from weightcast.transfer.runs import SCRATCH_BYTES
+from weightcast.transfer.traffic import find_traffic, in_memory
 from weightcast.transfer.transports import shared_memory
 
-__all__ = ["Staging", "in_place_offer", "make_staging", "open_segment"]
+__all__ = ["Staging", "in_place_offer", "make_staging", "only_rows", "open_segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +29,22 @@ class Staging:
     offers: dict[int, Offer]
 
 
+def only_rows(part: RankPart, rows: IntArray) -> RankPart:
+    """The part with these operations alone, all in one stage."""
+    return replace(part.take(rows), stage=None)
+
+
 def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray], device: torch.device) -> Staging:
     """Messages as between hosts, but their bytes stay where they were packed. Within `part.bucket_bytes`, as those."""
-    everything = np.sort(np.concatenate(list(rows.values())))
-    traffic = traffic_of(part, layout, everything, device, staged=True)
+    lent = only_rows(part, np.sort(np.concatenate(list(rows.values()))))
+    traffic = find_traffic(lent, layout, device, staged=True)
     nbytes, places = place_messages(traffic)
     buffer = (
         shared_memory.allocate(nbytes) if device.type == CPU else torch.empty(nbytes, dtype=torch.uint8, device=device)
     )
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = make_rounds(True, traffic, layout, buffer, places, scratch)
+        rounds = make_rounds(traffic, layout, buffer, places, scratch)
     segment, first = segment_of(buffer.untyped_storage())
     offers = {}
     for peer in rows:

@@ -17,11 +17,13 @@ from weightcast.transfer.copying import CopyBatch, make_copies
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.handles import Offer, Segment
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
+from weightcast.transfer.lending import only_rows
 from weightcast.transfer.messages import cut_messages, shape_order
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.rounds import in_memory, make_rounds, traffic_of
+from weightcast.transfer.rounds import make_rounds
 from weightcast.transfer.runs import SCRATCH_BYTES
 from weightcast.transfer.strided import BoolArray, StridedCopies, contiguous_strides, join
+from weightcast.transfer.traffic import find_traffic, in_memory
 
 __all__ = ["Reading"]
 
@@ -76,10 +78,10 @@ class Reading:
     def _unpacking(
         self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
     ) -> list[CopyBatch]:
-        traffic = traffic_of(self._part, self._layout, rows, self._device, staged=True)
+        traffic = find_traffic(only_rows(self._part, rows), self._layout, self._device, staged=True)
         offer.check(traffic.nbytes[:, None], whose)
         (buffer,) = _bases(offer, opened)
-        rounds = make_rounds(False, traffic, self._layout, buffer, offer.start, self._scratch)
+        rounds = make_rounds(traffic, self._layout, buffer, offer.start, self._scratch)
         return [step.unpack for step in rounds]
 
     def _ends(self, rows: IntArray, offer: Offer) -> _Ends:
