@@ -14,19 +14,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from executor_workers import Case, group_of
+from executor_workers import TRAINERS, Case, check, fill, group_of, three_instances
 from pair_workers import EXPERTS, ShardSource, SlotSink
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
 
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.worker import TrainerWorker
+from weightcast.transfer import stages
 from weightcast.transfer.copying import CopyBatch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError, UpdateError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.handles import Share
 from weightcast.transfer.neighbours import Neighbours, Place, find_neighbours, meet_neighbours
+from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.transports.shared_memory import share_memory
 from weightcast.transfer.transports.torch_group import TorchGroup
 
@@ -35,26 +37,28 @@ LONG = 100.0
 
 
 def run_random_shared(
-    rank: int, world: int, _: int, port: int, trainer: int, hosts: Sequence[str], staged: bool, seeds: Sequence[int]
+    rank: int, world: int, _: int, port: int, trainer: int, hosts: str, seeds: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """Two versions through every case. Returns bytes checked, in messages, in place, and the most rounds of a case."""
+    """Two versions through every case, every second one staged.
+
+    Returns bytes checked, in messages, in place, and the most rounds of a case.
+    """
     checked = messages = shared = rounds = 0
-    groups: dict[tuple[int, ...], tuple[TorchGroup, Neighbours]] = {}
+    groups: dict[tuple[object, ...], tuple[TorchGroup, Neighbours]] = {}
     for seed in seeds:
         case = Case.make(seed, trainer, world - trainer)
         part = case.trainer_parts[rank] if rank < trainer else case.parts[rank - trainer]
         if part is None:
             continue
         layout = (case.source.layouts if part.is_trainer else case.target.layouts)[part.rank]
+        staged = bool(seed % 4 > 1)
         if part.is_trainer and not staged:
             layout = share_memory(layout)
-        if part.trainer_ranks not in groups:
-            made = group_of(port, part.group_rank, member_labels(part), f"senders {part.trainer_ranks}")
-            groups[part.trainer_ranks] = (
-                made,
-                meet_neighbours(made, part, Place(hosts[rank]), Deadline.after(SOON), staged),
-            )
-        executor = Executor(part, layout, *groups[part.trainer_ranks])
+        key = (part.trainer_ranks, staged)
+        if key not in groups:
+            made = group_of(port, part.group_rank, member_labels(part), f"senders {key}")
+            groups[key] = made, meet_neighbours(made, part, Place(hosts[rank]), Deadline.after(SOON), staged)
+        executor = Executor(part, layout, *groups[key])
         for version in (1, 2):
             if part.is_trainer:
                 case.fill(part.rank, version)
@@ -249,3 +253,30 @@ def lose_the_engine(rank: int, _: int, __: int, url: str, pair: str) -> list[str
             said.append(f"{time.monotonic() - begun < 20.0} {error}")
     worker.close()
     return said
+
+
+def run_relays(rank: int, world: int, _: int, port: int, hosts: str, seeds: Sequence[int]) -> tuple[int, int, int]:
+    """Two trainer ranks and an instance that passes boxes on. Returns bytes checked, lent, and sent by the instance."""
+    stages._WAVE_BYTES = 64
+    checked = shared = passed = 0
+    for seed in seeds:
+        source, (target,), shapes, plan, bucket = three_instances(seed, [world - TRAINERS])
+        made, own = PlanParts(plan, bucket), rank - TRAINERS
+        if rank < TRAINERS and rank not in made.trainer_ranks("rollout-0"):
+            continue
+        if rank < TRAINERS:
+            part, layout = made.trainer_part("rollout-0", rank), share_memory(source.layouts[rank])
+        else:
+            part, layout = made.instance_part("rollout-0", own), target.layouts[own]
+        group = group_of(port, part.group_rank, member_labels(part), f"relays {seed}")
+        executor = Executor(part, layout, group, meet_neighbours(group, part, Place(hosts[rank]), Deadline.after(SOON)))
+        for version in (1, 2):
+            if rank < TRAINERS:
+                fill(source, shapes, rank, version)
+            report = executor.run(Deadline.after(SOON))
+            if rank >= TRAINERS:
+                checked += check(target, source, shapes, own, version)
+                passed += report.bytes_sent
+                shared += report.bytes_shared
+        group.close()
+    return checked, shared, passed

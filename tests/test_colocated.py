@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from colocated_workers import lose_the_engine, many_updates, run_random_shared, survive
+from colocated_workers import lose_the_engine, many_updates, run_random_shared, run_relays, survive
 from gateway_support import running_gateway
 from pair_workers import create
 from spawn_support import run_ranks
@@ -22,19 +22,21 @@ def store_port() -> Iterator[int]:
     del store
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize(("trainer", "hosts", "seeds"), [(2, "aaaa", range(40)), (3, "abab", range(40, 80))])
-def test_random_layouts_are_read_byte_for_byte(
-    store_port: int,
-    trainer: int,
-    hosts: str,
-    seeds: range,
-    staged: bool,
-) -> None:
-    results = run_ranks(run_random_shared, 4, store_port, trainer, hosts, staged, seeds)
+@pytest.mark.parametrize(("trainer", "hosts", "seeds"), [(2, "aaaa", range(40)), (3, "abab", range(40, 70)),
+                                                        (1, "abba", range(70, 100))])  # fmt: skip
+def test_random_layouts_are_read_byte_for_byte(store_port: int, trainer: int, hosts: str, seeds: range) -> None:
+    """Equal and unequal numbers of ranks, on one host or on two, in place and by staging."""
+    results = run_ranks(run_random_shared, 4, store_port, trainer, hosts, seeds)
     checked, messages, shared, rounds = (sum(column) for column in zip(*results, strict=True))
     assert min(checked, shared) > 0
     assert (messages == rounds == 0) == (len(set(hosts)) == 1)
+
+
+def test_what_was_read_in_place_is_passed_on(store_port: int) -> None:
+    """Each trainer rank is beside one rank of the instance; a third rank is far from both."""
+    results = run_ranks(run_relays, 5, store_port, "ababc", range(15))
+    checked, shared, passed = (sum(column) for column in zip(*results, strict=True))
+    assert min(checked, shared, passed) > 0
 
 
 @pytest.mark.parametrize(("rank", "peer", "read"), [(0, "rollout-0 rank 0", [1.0]), (1, "trainer rank 0", [1.0])])

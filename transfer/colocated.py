@@ -185,6 +185,7 @@ class Borrower(_End):
         self._known: dict[int, int] = {}
         self._batches: dict[int, list[CopyBatch]] = {}
         self._rounds: dict[int, list[CopyBatch]] = {}
+        self._posted: list[Exchange] = []
 
     @property
     def staging_bytes(self) -> int:
@@ -193,18 +194,17 @@ class Borrower(_End):
 
     def begin(self, deadline: Deadline) -> None:
         """Waits for the word of every lender and reads. Raises TransferError, PlanError, WireError."""
-        posted: list[Exchange] = []
         generations: dict[int, int] = {}
         for peer, (generation, nbytes) in self._hear(self._rows, 2, deadline):
             generations[peer] = generation
             self._learn(peer, generation, nbytes, deadline)
             for batch in self._batches[peer]:
                 batch.run()
-        posted += self._unpack(deadline)
+        posted = self._unpack(deadline)
         self._settle()
-        for peer, generation in generations.items():
-            posted += self._tell([peer], generation)
         _wait(posted, deadline)
+        # Lenders take this word in `finish`, when their messages to others are through: there it is waited for, too.
+        self._posted = [each for peer, generation in generations.items() for each in self._tell([peer], generation)]
 
     def _unpack(self, deadline: Deadline) -> list[Exchange]:
         """Empties the buffers of those who lend one, round by round."""
@@ -220,6 +220,7 @@ class Borrower(_End):
 
     def finish(self, deadline: Deadline) -> None:
         """Returns when every lender has said that its memory lay still. Raises StalePlanError when one's did not."""
+        _wait(self._posted, deadline)
         for peer, (word,) in self._hear(self._rows, 1, deadline):
             if word != _STILL:
                 raise StalePlanError(f"{self._labels[peer]}: its memory was moved or freed while it was read")

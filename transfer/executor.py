@@ -196,12 +196,16 @@ class _Watch:
             self._log(logging.INFO, f"moved {self._moved} of {self._total} bytes")
 
     def report(self) -> TransferReport:
-        s, spent = self._schedule, dict(self._spent)
-        shared = spent.pop("shared")
+        s = self._schedule
         made = TransferReport(
-            s.bytes_sent, s.bytes_received, s.bytes_copied, len(s.rounds), *spent.values(),
-            sum(spent.values()) + shared, bytes_shared=self._shared, shared_seconds=shared,
-        )  # fmt: skip
+            bytes_sent=s.bytes_sent,
+            bytes_received=s.bytes_received,
+            bytes_copied=s.bytes_copied,
+            bytes_shared=self._shared,
+            rounds=len(s.rounds),
+            seconds=sum(self._spent.values()),
+            **{f"{phase}_seconds": seconds for phase, seconds in self._spent.items()},
+        )
         self._log(logging.INFO, f"moved {self._moved} bytes in {made.seconds:.3f} s")
         return made
 

@@ -159,6 +159,10 @@ def open_segment(segment: Segment) -> torch.Tensor:
 
     Raises TransferError when the owner is gone, may not be read, or has closed the segment since.
     """
+    if len(segment.key) != _KEY.size:
+        raise TransferError(
+            f"{len(segment.key)} bytes are no key of shared memory; run the same weightcast on all sides"
+        )
     owner, number, device, inode = _KEY.unpack(segment.key)
     try:
         descriptor = os.open(f"/proc/{owner}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
