@@ -3,6 +3,7 @@
 # make test-megatron   the tests that need Megatron-Core, in a second environment (its Transformers is another)
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
+# make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")
 # make clean   remove the virtual environment and what the other targets left
 #
 # Each target sets up what it needs in a virtual environment of its own: nothing else on the machine is touched.
@@ -24,7 +25,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test test-megatron check bench setup clean
+.PHONY: demo test test-megatron check bench bench-transfer setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -43,6 +44,9 @@ check: setup
 
 bench: setup $(STAMPS)/bench
 	$(BIN)/python benchmarks/bench_plan.py --awex $(VENV)/awex $(BENCH_ARGS)
+
+bench-transfer: setup $(STAMPS)/bench
+	$(BIN)/python benchmarks/bench_transfer.py --awex $(VENV)/awex $(TRANSFER_ARGS)
 
 setup: $(STAMPS)/shims $(VENV)/src/weightcast
 

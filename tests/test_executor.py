@@ -123,8 +123,8 @@ def test_neighbours_are_joined() -> None:
         [(f"expert.{e}", (16,), (0,), slots[2 * e]) for e in range(8)],
     )
     sender, receiver = (pair.executor(side)._schedule.rounds[0] for side in (0, 1))
-    assert (len(sender.pack.joins), len(sender.pack.targets), len(sender.sends)) == (0, 0, 1)
-    assert [tuple(t.shape) for t in receiver.unpack.targets] == [(8, 16)]
+    assert (len(sender.pack.joins), len(sender.pack.targets), len(sender.pack.steps), len(sender.sends)) == (0, 0, 0, 1)
+    assert (len(receiver.unpack.targets), len(receiver.unpack.steps)) == (0, 1)
     pair.run()
     assert torch.equal(slots[::2], fused)
     assert not slots[1::2].any()

@@ -28,9 +28,11 @@ NEED_TORCH = (
     "weightcast.gateway.membership",
     "weightcast.gateway.worker",
     "weightcast.transfer.casting",
+    "weightcast.transfer.copying",
     "weightcast.transfer.digest",
     "weightcast.transfer.executor",
     "weightcast.transfer.rounds",
+    "weightcast.transfer.runs",
     "weightcast.transfer.transports",
 )
 

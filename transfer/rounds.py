@@ -5,48 +5,26 @@ Everything here is worked out once, so that a run makes no view and allocates no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weightcast.transfer.casting import settle_nan
+from weightcast.transfer.copying import CopyBatch, make_copies, strided_views
 from weightcast.transfer.dtypes import dtype_name, to_torch
 from weightcast.transfer.errors import PlanError, TransferError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
 from weightcast.transfer.messages import IN_FLIGHT, cut_messages, message_limit, shape_order
 from weightcast.transfer.plan import Kind, RankPart
+from weightcast.transfer.runs import SCRATCH_BYTES
 from weightcast.transfer.strided import StridedCopies, contiguous_strides, join
 from weightcast.transfer.transports.base import Message
 
-__all__ = ["CopyBatch", "Round", "Schedule", "make_schedule"]
+__all__ = ["Round", "Schedule", "make_schedule"]
 
 _ALIGNMENT = 64
 _MEMORY, _WIRE = 0, 1
-
-
-@dataclass(frozen=True, slots=True)
-class CopyBatch:
-    """Copies that are made together, with few calls.
-
-    `targets[i]` gets `sources[i]`, converted if the dtypes differ. `joins` are (target, sources) where sources of the
-    target's dtype are laid one after the other, which is faster. `casts` are targets that got converted values.
-    """
-
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    joins: list[tuple[torch.Tensor, list[torch.Tensor]]]
-    casts: list[torch.Tensor] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Makes them."""
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
-        for target, sources in self.joins:
-            torch.cat(sources, out=target)
-        for target in self.casts:
-            settle_nan(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +82,10 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> S
     traffic = _traffic(part, layout, sent, device)
     staging_bytes, places = _place(traffic)
     staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = _rounds(part.is_trainer, traffic, layout, staging, places)
-        replicate, bytes_copied = _replication(part, layout, copied)
+        rounds = _rounds(part.is_trainer, traffic, layout, staging, places, scratch)
+        replicate, bytes_copied = _replication(part, layout, copied, scratch)
     moved = int(traffic.nbytes.sum())
     sends, receives = (moved, 0) if part.is_trainer else (0, moved)
     return Schedule(rounds, replicate, staging, sends, receives, bytes_copied)
@@ -235,50 +214,34 @@ def _place(traffic: _Traffic) -> tuple[int, IntArray]:
 
 
 def _rounds(
-    sending: bool, traffic: _Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray
+    sending: bool, traffic: _Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
 ) -> list[Round]:
     """The tensors of every round."""
-    bases, count = layout.memory.bases, len(traffic.round)
-    staged = traffic.copies.take(~traffic.straight[traffic.copies.group])
-    memory, memory_rows = _views(bases, traffic.copies, _MEMORY), traffic.copies.bounds(count)
+    bases = layout.memory.bases
+    is_straight = traffic.straight[traffic.copies.group]
+    straight = iter(strided_views(bases, traffic.copies.take(is_straight), _MEMORY))
     tensors: list[torch.Tensor] = []
     columns = (traffic.straight, places, traffic.nbytes, traffic.dtype)
-    for i, (straight, place, nbytes, code) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for in_memory, place, nbytes, code in zip(*(c.tolist() for c in columns), strict=True):
         in_staging = staging[place : place + nbytes].view(to_torch(dtype_name(code)))
-        tensors.append(memory[memory_rows[i]] if straight else in_staging)
-    wire, wire_rows = _views(tensors, staged, _WIRE), staged.bounds(count)
+        tensors.append(next(straight) if in_memory else in_staging)
 
-    rounds = [
-        Round(CopyBatch([], [], []), [], [], CopyBatch([], [], []))
-        for _ in range(int(traffic.round.max(initial=-1)) + 1)
-    ]
+    rounds = [Round(CopyBatch(), [], [], CopyBatch()) for _ in range(int(traffic.round.max(initial=-1)) + 1)]
+    staged = traffic.copies.take(~is_straight)
+    number = traffic.round[staged.group]
+    if sending:
+        make_copies(staged, (bases, tensors), _WIRE, [r.pack for r in rounds], number, scratch)
+    else:
+        # The side that is read comes first.
+        make_copies(staged.turned(), (tensors, bases), 0, [r.unpack for r in rounds], number, scratch)
     # In each round, messages to one peer keep their order: both ends post them alike.
-    for i, (peer, number) in enumerate(zip(traffic.peer.tolist(), traffic.round.tolist(), strict=True)):
-        on_wire = wire[wire_rows[i] : wire_rows[i + 1]]
-        in_memory = memory[memory_rows[i] : memory_rows[i + 1]]
-        if on_wire and sending:
-            _gather(rounds[number].pack, tensors[i], in_memory, on_wire)
-        elif on_wire:
-            rounds[number].unpack.targets.extend(in_memory)
-            rounds[number].unpack.sources.extend(on_wire)
+    for tensor, peer, at in zip(tensors, traffic.peer.tolist(), traffic.round.tolist(), strict=True):
         # Bytes, so that every dtype travels over every backend.
-        (rounds[number].sends if sending else rounds[number].receives).append((peer, tensors[i].view(torch.uint8)))
+        (rounds[at].sends if sending else rounds[at].receives).append((peer, tensor.view(torch.uint8)))
     return rounds
 
 
-def _gather(batch: CopyBatch, message: torch.Tensor, memory: list[torch.Tensor], wire: list[torch.Tensor]) -> None:
-    if all(
-        v.dim() == 1 and v.is_contiguous() and v.dtype == message.dtype and v.device == message.device for v in memory
-    ):
-        batch.joins.append((message, memory))
-    else:
-        batch.targets.extend(wire)
-        batch.sources.extend(memory)
-        if any(v.dtype != message.dtype for v in memory):
-            batch.casts.append(message)
-
-
-def _replication(part: RankPart, layout: RankLayout, rows: IntArray) -> tuple[CopyBatch, int]:
+def _replication(part: RankPart, layout: RankLayout, rows: IntArray, scratch: torch.Tensor) -> tuple[CopyBatch, int]:
     """Copies from the region that received a box to the further ones that hold it, and their bytes."""
     rows = rows[shape_order(part.operations.size[rows])]
     ops = part.operations.take(rows)
@@ -295,17 +258,7 @@ def _replication(part: RankPart, layout: RankLayout, rows: IntArray) -> tuple[Co
             np.stack([source_stride, stride], axis=2),
         )
     )
-    batch = CopyBatch(_views(layout.memory.bases, copies, 1), _views(layout.memory.bases, copies, 0), [])
-    return batch, sum(target.nbytes for target in batch.targets)
-
-
-def _views(bases: Sequence[torch.Tensor], copies: StridedCopies, side: int) -> list[torch.Tensor]:
-    """One side of each copy, without dimensions of size 1."""
-    out = []
-    columns = (copies.base[:, side], copies.start[:, side], copies.size, copies.stride[:, :, side])
-    for base, start, size, stride in zip(*(c.tolist() for c in columns), strict=True):
-        steps = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1] or [(1, 1)]
-        # Counted from the storage, so that a base may itself be a view.
-        first = start + bases[base].storage_offset()
-        out.append(bases[base].as_strided([n for n, _ in steps], [s for _, s in steps], first))
-    return out
+    batch, bases = CopyBatch(), layout.memory.bases
+    itemsize = np.array([t.itemsize for t in bases], dtype=np.int64)[copies.base[:, 1]]
+    make_copies(copies, (bases, bases), None, [batch], np.zeros(len(copies), dtype=np.int64), scratch)
+    return batch, int((copies.size.prod(axis=1) * itemsize).sum())
