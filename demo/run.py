@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from weightcast.demo.config import DemoConfig, ServerConfig, VersionOutcome
+from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
+from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
 from weightcast.demo.processes import ServerProcess, free_port, start_gateway
 from weightcast.demo.trainer import Reference, train
@@ -21,7 +22,7 @@ from weightcast.gateway.app import make_token
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["run_demo"]
+__all__ = ["reference_faults", "run_demo"]
 
 Say = Callable[[str], None]
 
@@ -33,8 +34,12 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     """
     if config.trainers < 1 or config.versions < 1 or not config.servers:
         raise InputError("the demo needs at least one trainer, one version and one instance")
+    if config.prelude is not None and not config.prelude.is_file():
+        raise InputError(f"--trainer-prelude {config.prelude} is not a file")
     config.work.mkdir(parents=True, exist_ok=True)
     model = _model(config, say)
+    if config.megatron is not None:
+        check_megatron(config, config.megatron, model)
     token = make_token()
     os.environ[TOKEN_VARIABLE] = token  # read by the trainer processes; never on a command line
     with ExitStack() as stack:
@@ -151,10 +156,12 @@ def _follow(
     prompts = prompt_ids(model, vocabulary)
     before: dict[str, list[list[int]]] = {}
     outcomes: list[VersionOutcome] = []
+    faults: list[str] = []
     for version in range(config.versions + 1):
         reference = trainers.receive()
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
+        faults += reference_faults(reference)
         say(
             f"version {version}: trained, loss {reference.loss:.3f}, transferred"
             if version
@@ -166,8 +173,18 @@ def _follow(
             if version:
                 outcomes.append(outcome)
         trainers.send(None)
-    faults = [fault for outcome in outcomes for fault in outcome.faults(config)]
-    return outcomes, faults
+    return outcomes, faults + [fault for outcome in outcomes for fault in outcome.faults(config)]
+
+
+def reference_faults(reference: Reference) -> list[str]:
+    """The expectation is worth something only if it is what the trainer itself computes."""
+    trainer, gathered = reference.trainer_loss, reference.reference_loss
+    if abs(trainer - gathered) <= LOSS_LIMIT:
+        return []
+    return [
+        f"version {reference.version}: the trainer's own loss is {trainer:.6f}, that of its gathered weights "
+        f"{gathered:.6f}"
+    ]
 
 
 def _compare(

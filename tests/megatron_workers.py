@@ -84,7 +84,7 @@ def run_cases(rank: int, world: int, port: int, folder: str, names: list[str]) -
     import megatron_cpu
 
     megatron_cpu.install()
-    megatron_cpu.bridge_sequential_glm()
+    megatron_cpu.install_bridge()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     for case in CASES:
@@ -135,6 +135,7 @@ def _mesh(case: Case) -> dict[str, Any]:
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "sequence_parallel": case.tp > 1,
+        "mtp_num_layers": 1 if case.mtp else None,
     }
 
 
