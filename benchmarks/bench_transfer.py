@@ -5,7 +5,8 @@
 First table: each line moves the same bytes from one trainer process to one instance process over Gloo on the loopback
 device, by turns: the limit (one tensor, one send, one receive), ours, Awex's `batch_send_recv`. The best run of each
 counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
-former cannot exceed the latter.
+former cannot exceed the latter. `sampled` and `full` are what digests on both sides add to the time. `extra` is the peak
+of memory that a process gained while it prepared and ran; the setting is 512 MiB.
 
 Second table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
@@ -13,8 +14,10 @@ Second table: bench_load.py, a real SGLang model on the ranks of two instances.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -33,12 +36,14 @@ from bench_load import measure as measure_load
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.verification import Sample
 
 DTYPE = torch.bfloat16
 Layout = Callable[[int, bool], list[Piece]]
@@ -107,6 +112,19 @@ class Best:
     cpu: float
 
 
+def digested(part: RankPart, layout: RankLayout, sample: Sample | None) -> Callable[[], object]:
+    """What a rank digests of a part."""
+    rows = part.digests
+    return lambda: digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype, sample)
+
+
+def peak_bytes(reset: bool = False) -> int:
+    """The most memory that this process had since the last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+
+
 def by_turns(runs: int, meet: Callable[[], None], *calls: Callable[[], object]) -> list[Best]:
     """They take turns, because the machine may be busier a moment later; all processes `meet` before each."""
     found: list[list[tuple[float, float]]] = [[] for _ in calls]
@@ -143,34 +161,49 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
     def meet() -> None:
         group.post([(1 - rank, token)], [(1 - rank, token.clone())]).wait(soon)
 
-    def of_both(name: str, value: float) -> float:
+    def gather(name: str, value: float) -> list[float]:
         store.set(f"{name} {rank}", repr(value))
-        return float(store.get(f"{name} 0")) + float(store.get(f"{name} 1"))
+        return [float(store.get(f"{name} {r}")) for r in (0, 1)]
+
+    def of_both(name: str, value: float) -> float:
+        return sum(gather(name, value))
 
     if rank == 1:
         print(f"{'case':<29}{'limit':>6}{'ours':>6} GB/s{'of limit':>10}{'by CPU':>8}{'Awex':>7} GB/s{'ours/Awex':>11}"
-              f"{'prepare':>10}{'staging':>10}")  # fmt: skip
+              f"{'sampled':>9}{'full':>7}{'prepare':>10}{'extra':>9}")  # fmt: skip
     for name, layout in CASES.items():
         if wanted not in name:
             continue
         part, held = prepared(layout, total, rank)
         assert member_labels(part) == labels
-        start = time.perf_counter()
+        before, start = peak_bytes(reset=True), time.perf_counter()
         executor = Executor(part, held, group)
         prepare = time.perf_counter() - start
-        full, ours = by_turns(runs, meet, limit, lambda executor=executor: executor.run(soon))
+        run = functools.partial(executor.run, soon)
+        run()
+        extra = peak_bytes() - before
+        both, some = digested(part, held, None), digested(part, held, Sample(0))
+        full, ours, every, sampled = by_turns(
+            runs,
+            meet,
+            limit,
+            run,
+            lambda run=run, both=both: (run(), both()),
+            lambda run=run, some=some: (run(), some()),
+        )
         peer = None
         if awex is not None:
             update = awex_update(awex, part, held, torch.distributed.group.WORLD)
-            peer, again = by_turns(min(runs, 3), meet, update, lambda executor=executor: executor.run(soon))
+            peer, again = by_turns(min(runs, 3), meet, update, run)
+        most = max(int(of_all) for of_all in gather(f"{name} extra", extra))
         full_cpu, our_cpu = of_both(f"{name} limit", full.cpu), of_both(f"{name} ours", ours.cpu)
         if rank == 1:
             beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
             theirs = f"{total / peer.wall / 1e9:.2f}" if peer else ""
             print(
                 f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / ours.wall / 1e9:>6.2f}     "
-                f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs:>7}     {beside:>11}{prepare:>8.2f} s"
-                f"{executor.staging_bytes >> 20:>6} MiB",
+                f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs:>7}     {beside:>11}"
+                f"{sampled.wall / ours.wall - 1:>+9.0%}{every.wall / ours.wall - 1:>+7.0%}{prepare:>8.2f} s{most >> 20:>5} MiB",
                 flush=True,
             )
     torch.distributed.destroy_process_group()

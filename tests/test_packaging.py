@@ -33,6 +33,7 @@ NEED_TORCH = (
     "weightcast.transfer.executor",
     "weightcast.transfer.rounds",
     "weightcast.transfer.runs",
+    "weightcast.transfer.traffic",
     "weightcast.transfer.transports",
 )
 
