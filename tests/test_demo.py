@@ -112,7 +112,7 @@ def test_without_a_prelude_nothing_is_started(tmp_path: Path) -> None:
     from weightcast.demo.megatron_training import check_megatron
 
     config = DemoConfig(work=tmp_path, trainers=4, megatron=MegatronConfig())
-    with pytest.raises(InputError, match="on the CPU, where .* give --trainer-prelude"):
+    with pytest.raises(InputError, match=r"on the CPU, where .* give --trainer-prelude"):
         check_megatron(config, MegatronConfig(), _model(tmp_path))
 
 
