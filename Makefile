@@ -2,6 +2,7 @@
 # make demo-megatron   the same with a Megatron-Core trainer
 # make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
 # make check   ruff, mypy, import-linter
+# make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
 # make clean   remove the virtual environment and what the other targets left
 #
 # Each target sets up what it needs in a virtual environment of its own: nothing else on the machine is touched.
@@ -21,7 +22,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo demo-megatron test check setup clean
+.PHONY: demo demo-megatron test check bench setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -37,6 +38,9 @@ check: setup
 	$(BIN)/ruff check .
 	cd $(VENV)/src && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 	$(BIN)/lint-imports
+
+bench: setup $(STAMPS)/bench
+	$(BIN)/python benchmarks/bench_plan.py --awex $(VENV)/awex $(BENCH_ARGS)
 
 setup: $(STAMPS)/shims $(STAMPS)/megatron $(VENV)/src/weightcast
 
@@ -74,6 +78,12 @@ $(STAMPS)/shims: $(SHIM_FILES) $(STAMPS)/sglang $(STAMPS)/project
 	@SGLANG_USE_CPU_ENGINE=1 $(BIN)/python -c 'import torchvision, sgl_kernel, sglang.srt.server_args' \
 	    || { echo "error: SGLang cannot be imported in $(VENV); see requirements/sglang-cpu.txt" >&2; exit 1; }
 	@touch $@
+
+# What is measured beside ours lies in a folder of its own and is no part of the environment.
+$(STAMPS)/bench: requirements/bench.txt | $(STAMPS)/venv
+	@echo "Setting up $(VENV)/awex: what the benchmark compares with"
+	@if $(PIP) --no-deps --upgrade --target $(VENV)/awex --requirement requirements/bench.txt; then touch $@; \
+	else echo "Awex could not be installed; the benchmark runs without it" >&2; fi
 
 # mypy takes a package from a folder of its name, and the root of a clone may be called anything: it runs beside this link.
 $(VENV)/src/weightcast: | $(STAMPS)/venv

@@ -1,169 +1,351 @@
-"""How long it takes to plan a model of Kimi K2's shape, and how much memory.
+"""Planning at the size of published models: merge, plan, parts, wire, replan and memory, beside Awex's planner.
 
-    python benchmarks/bench_plan.py [--layers 60] [--experts 384] [--instances 8] [--maps equal|different]
+    make bench                              # all cases, with Awex 0.9.0
+    python benchmarks/bench_plan.py --case k2-equal --awex DIR
+    python benchmarks/bench_plan.py --model deepseek-v3 --trainer pp8xep16 --instances 4 --instance-ep 32 --redundant 32
 
-Trainer: PP x EP ranks with the dense weights of a stage on all its EP ranks. Instances: EP ranks with redundant slots
-and a random map with same-rank pairs, dense weights on every rank.
+Every case runs in processes of its own: one makes the rank reports, one is the gateway and gets nothing but their
+bytes, one is Awex's planner. Times are CPU and wall seconds, the least of some runs. All is on one core.
+
+- merge: from decoded reports to layouts, all ranks of a side (the fingerprints of the tables are made here).
+- plan: `plan_transfer` for all instances together, its invariants proved. parts: those of every rank of every instance.
+- replan: `Planner.plan` with new tables after a layer's map changed, and the parts of the change for all its ranks.
+
+Awex plans on every rank by itself. It is measured on a few ranks of each side and scaled to all of them. It gets the
+same layouts but for redundant slots, which it cannot express, and takes every instance to be like the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
+import multiprocessing
+import os
 import platform
+import re
 import resource
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import awex_plan
 import numpy as np
+from plan_layouts import instance_reports, random_maps, same_rank_pairs, trainer_reports
 
-from weightcast.transfer.invariants import check_plan
-from weightcast.transfer.layout import NO_SLOT, RegionTable, TensorSpec, TensorTable
+from weightcast.gateway.merge import merge_instance, merge_trainer
+from weightcast.transfer.layout import RegionTable
 from weightcast.transfer.parts import PlanParts
+from weightcast.transfer.plan import Kind, TransferPlan
 from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.replan import Planned, Planner
+from weightcast.transfer.shapes import MODELS, ModelShape
 from weightcast.transfer.summary import traffic_of
+from weightcast.transfer.wire import decode_part, decode_report, encode_part, encode_report
 
-HIDDEN, EXPERT_HIDDEN, VOCABULARY = 7168, 2048, 163840
-PROJECTIONS = {
-    "gate_proj": (EXPERT_HIDDEN, HIDDEN),
-    "up_proj": (EXPERT_HIDDEN, HIDDEN),
-    "down_proj": (HIDDEN, EXPERT_HIDDEN),
-}
-DENSE = {
-    "input_layernorm": (HIDDEN,),
-    "post_attention_layernorm": (HIDDEN,),
-    "self_attn.q_a_proj": (1536, HIDDEN),
-    "self_attn.q_a_layernorm": (1536,),
-    "self_attn.q_b_proj": (64 * 192, 1536),
-    "self_attn.kv_a_proj_with_mqa": (576, HIDDEN),
-    "self_attn.kv_a_layernorm": (512,),
-    "self_attn.kv_b_proj": (64 * 256, 512),
-    "self_attn.o_proj": (HIDDEN, 64 * 128),
-    "mlp.gate": (384, HIDDEN),
-    "mlp.shared_experts.gate_proj": (EXPERT_HIDDEN, HIDDEN),
-    "mlp.shared_experts.up_proj": (EXPERT_HIDDEN, HIDDEN),
-    "mlp.shared_experts.down_proj": (HIDDEN, EXPERT_HIDDEN),
-}
+T = TypeVar("T")
+Tables = dict[str, tuple[RegionTable, ...]]
 
 
-def dense_of(layers: range, first: bool, last: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if first:
-        yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in layers:
-        for name, shape in DENSE.items():
-            yield f"model.layers.{layer}.{name}.weight", shape
-    if last:
-        yield "model.norm.weight", (HIDDEN,)
-        yield "lm_head.weight", (VOCABULARY, HIDDEN)
+@dataclass(frozen=True)
+class Case:
+    """A trainer and `instances` instances of `ep` ranks; `different` maps or one map for all."""
 
+    name: str
+    model: ModelShape
+    trainer: str
+    instances: int
+    ep: int
+    tp: int = 1
+    redundant: int = 0
+    different: bool = True
 
-def table(entries: list[tuple[str, tuple[int, ...], int]]) -> RegionTable:
-    """Whole tensors, each with its slot."""
-    tensors = TensorTable.from_specs({name: TensorSpec(shape, "bfloat16") for name, shape, _ in entries})
-    index = {name: row for row, name in enumerate(tensors.names)}
-    rows = np.array([index[name] for name, _, _ in entries], dtype=np.int64)
-    slot = np.array([slot for _, _, slot in entries], dtype=np.int64)
-    return RegionTable(tensors, rows, np.zeros((len(rows), tensors.width), dtype=np.int64), tensors.shape[rows], slot)
+    @property
+    def trainer_world(self) -> int:
+        return math.prod(int(n) for n in re.findall(r"\d+", self.trainer))
 
+    def maps(self, instance: int) -> np.ndarray:
+        return random_maps(self.model, self.redundant, instance if self.different else 0)
 
-def expert_entries(layer: int, expert: int, slot: int) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    for name, shape in PROJECTIONS.items():
-        yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", shape, slot
-
-
-def trainer_tables(layers: int, experts: int, pp: int, ep: int) -> list[RegionTable]:
-    tables = []
-    cuts = [layers * i // pp for i in range(pp + 1)]
-    for stage in range(pp):
-        span = range(cuts[stage], cuts[stage + 1])
-        dense = [(name, shape, NO_SLOT) for name, shape in dense_of(span, stage == 0, stage == pp - 1)]
-        for rank in range(ep):
-            mine = range(experts * rank // ep, experts * (rank + 1) // ep)
-            routed = [e for layer in span for x in mine for e in expert_entries(layer, x, NO_SLOT)]
-            tables.append(table(dense + routed))
-    return tables
-
-
-def instance_tables(layers: int, experts: int, ep: int, redundant: int, seed: int) -> list[RegionTable]:
-    rng = np.random.default_rng(seed)
-    slots = (experts + redundant) // ep
-    maps = [
-        rng.permutation(np.concatenate([np.arange(experts), rng.integers(0, experts, redundant)])).reshape(ep, slots)
-        for _ in range(layers)
-    ]
-    dense = [(name, shape, NO_SLOT) for name, shape in dense_of(range(layers), True, True)]
-    return [
-        table(
-            dense
-            + [
-                entry
-                for layer in range(layers)
-                for slot, expert in enumerate(maps[layer][rank].tolist())
-                for entry in expert_entries(layer, expert, slot)
-            ]
+    def __str__(self) -> str:
+        m = self.model
+        maps = "different maps" if self.different else "one map"
+        return (
+            f"{self.name} {m.moe_layers}x{m.experts}, trainer {self.trainer} ({self.trainer_world}), "
+            f"{self.instances} x EP{self.ep}{f'/TP{self.tp}' if self.tp > 1 else ''}, "
+            f"{self.redundant} redundant slots, {maps}"
         )
-        for rank in range(ep)
-    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=60)
-    parser.add_argument("--experts", type=int, default=384)
-    parser.add_argument("--pp", type=int, default=8)
-    parser.add_argument("--ep", type=int, default=32)
-    parser.add_argument("--instances", type=int, default=8)
-    parser.add_argument("--instance-ep", type=int, default=16)
-    parser.add_argument("--redundant", type=int, default=16)
-    parser.add_argument("--maps", choices=["equal", "different"], default="different")
-    parser.add_argument("--repeat", type=int, default=3)
-    a = parser.parse_args()
-    trainer = trainer_tables(a.layers, a.experts, a.pp, a.ep)
-    seeds = [0] * a.instances if a.maps == "equal" else list(range(a.instances))
-    made = {s: instance_tables(a.layers, a.experts, a.instance_ep, a.redundant, s) for s in set(seeds)}
-    instances = {f"rollout-{i}": made[s] for i, s in enumerate(seeds)}
-    regions = sum(map(len, trainer)) + sum(len(t) for tables in instances.values() for t in tables)
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}")
-    sides = f"{len(trainer)} trainer ranks, {a.instances} x {a.instance_ep} instance ranks"
-    print(f"{sides}, {a.maps} maps, {regions:,} regions")
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+K2 = MODELS["kimi-k2"]
+TWICE_K2 = replace(K2, moe_layers=2 * K2.moe_layers, dense_layers=2 * K2.dense_layers)
+CASES = {
+    "k2-equal": Case("kimi-k2", K2, "pp8xep32", 8, 16, redundant=16, different=False),
+    "k2-different": Case("kimi-k2", K2, "pp8xep32", 8, 16, redundant=16),
+    "k2-twice": Case("kimi-k2, layers twice", TWICE_K2, "pp8xep32", 8, 16, redundant=16),
+    "k2-1024": Case("kimi-k2", K2, "pp8xep32xdp4", 64, 16, redundant=16, different=False),
+    "k2-1024-wide": Case("kimi-k2", K2, "pp8xep32xdp4", 16, 64, redundant=64),
+    "deepseek": Case("deepseek-v3", MODELS["deepseek-v3"], "pp8xep16", 4, 32, tp=8, redundant=32),
+    "qwen3-235b": Case("qwen3-235b-a22b", MODELS["qwen3-235b-a22b"], "pp4xep8xdp4", 4, 16, tp=4, redundant=32),
+    "qwen3-30b": Case("qwen3-30b-a3b", MODELS["qwen3-30b-a3b"], "fsdp32xdp2", 4, 8, tp=4, redundant=16),
+}
+DEFAULT = tuple(CASES)
+
+TARGETS = {
+    "plan, invariants proved": {"k2-equal": "0.5 s", "k2-different": "1.5 s", "k2-1024": "5 s", "k2-1024-wide": "5 s"},
+    "merge of all instance reports": {"k2-equal": "1 s", "k2-different": "1 s"},
+    "replan, one layer of one instance": {"k2-equal": "0.02 s", "k2-different": "0.02 s"},
+    "decode the reports of an instance": {"k2-equal": "0.2 s", "k2-different": "0.2 s"},
+    "reports of an instance": {"k2-equal": "2 MB", "k2-different": "2 MB"},
+    "largest part": {"k2-equal": "1 MB", "k2-different": "1 MB"},
+    "peak memory of the gateway": {"k2-equal": "2 GB", "k2-different": "2 GB"},
+}
+"""What has to hold on one core, for the cases for which it was said."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The reports of all ranks as bytes: those of the trainer, of each instance, and of the first instance after the
+    map of one layer changed."""
+
+    trainer: list[bytes]
+    instances: dict[str, list[bytes]]
+    changed: list[bytes]
+    pairs: int
+
+
+def describe(case: Case) -> Encoded:
+    """Runs in a process of its own, so that what it takes to make the layouts is not counted."""
+    instances: dict[str, list[bytes]] = {}
+    for i in range(case.instances):
+        same = instances.get("rollout-0")
+        name = f"rollout-{i}"
+        if same and not case.different:
+            instances[name] = same
+        else:
+            instances[name] = [
+                encode_report(r) for r in instance_reports(name, case.model, case.maps(i), case.ep, case.tp)
+            ]
+    maps = case.maps(0).copy()
+    layer = case.model.layers // 2
+    maps[layer] = random_maps(case.model, case.redundant, 1000)[layer]
+    changed = [encode_report(r) for r in instance_reports("rollout-0", case.model, maps, case.ep, case.tp)]
+    trainer = [encode_report(r) for r in trainer_reports(case.model, case.trainer)]
+    return Encoded(trainer, instances, changed, same_rank_pairs(case.maps(0), case.ep))
+
+
+@dataclass
+class Measured:
+    """Times by name as (CPU, wall), and other figures by name as they are shown."""
+
+    seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    figures: dict[str, str] = field(default_factory=dict)
+    peak: float = 0.0
+
+    def time(self, name: str, what: Callable[[], T], repeat: int = 1) -> T:
+        """Runs something; the least of the times counts."""
+        best = self.seconds.get(name, (float("inf"), float("inf")))
+        for _ in range(repeat):
+            cpu, wall = time.process_time(), time.perf_counter()
+            made = what()
+            best = min(best[0], time.process_time() - cpu), min(best[1], time.perf_counter() - wall)
+        self.seconds[name] = best
+        return made
+
+
+def gateway(case: Case, encoded: Encoded, repeat: int) -> Measured:
+    """What the gateway does, from the bytes of reports to the bytes of parts."""
+    m = Measured()
+    first = next(iter(encoded.instances))
+    decoded = {name: [decode_report(data) for data in reports] for name, reports in encoded.instances.items()}
+    m.time("decode the reports of an instance", lambda: [decode_report(d) for d in encoded.instances[first]], repeat)
+    reports = [decode_report(data) for data in encoded.trainer]
+    gc.collect()
     gc.freeze()
-    begin = time.perf_counter()
-    for tables in [trainer, *made.values()]:
-        for each in tables:
-            each.fingerprint  # noqa: B018
-    rows = [("fingerprints of all tables", time.perf_counter() - begin)]
-    for _ in range(a.repeat):
-        begin = time.perf_counter()
-        plan = plan_transfer(trainer, instances, check=False)
-        rows.append(("plan", time.perf_counter() - begin))
-        begin = time.perf_counter()
-        check_plan(plan, trainer, instances)
-        rows.append(("invariants, tables joined anew", time.perf_counter() - begin))
-        begin = time.perf_counter()
-        plan_transfer(trainer, instances)
-        rows.append(("plan with invariants", time.perf_counter() - begin))
-    begin = time.perf_counter()
-    parts = PlanParts(plan)
-    rows.append(("index of the parts", time.perf_counter() - begin))
-    begin = time.perf_counter()
-    for name, tables in instances.items():
-        for rank in range(len(tables)):
-            parts.instance_part(name, rank)
-        for rank in parts.trainer_ranks(name):
-            parts.trainer_part(name, rank)
-    rows.append(("all parts", time.perf_counter() - begin))
-    for name, seconds in rows:
-        print(f"{name:32} {seconds:8.3f} s")
+
+    def merged_trainer() -> tuple[RegionTable, ...]:
+        layout = merge_trainer(reports)
+        assert layout.fingerprint
+        return layout.tables
+
+    trainer = m.time("merge of all trainer reports", merged_trainer)
+    catalog = merge_trainer(reports).tensors
+
+    def merged() -> Tables:
+        layouts = [merge_instance(name, ranks, catalog) for name, ranks in decoded.items()]
+        assert all(layout.fingerprint for layout in layouts)
+        return {layout.name: layout.tables for layout in layouts}
+
+    instances = m.time("merge of all instance reports", merged)
+    plan = m.time("plan, invariants proved", lambda: plan_transfer(trainer, instances), repeat)
+    m.time("plan, not proved", lambda: plan_transfer(trainer, instances, check=False), repeat)
+    m.time("parts of all ranks", lambda: all_parts(PlanParts(plan), plan), repeat)
+    _wire(m, encoded, plan)
+    changed = merge_instance(first, [decode_report(data) for data in encoded.changed], catalog).tables
+    for table in changed:
+        assert table.fingerprint
+    _replan(m, "replan, one layer of one instance", trainer, (instances, instances | {first: changed}), repeat)
+    if not case.different:
+        every = dict.fromkeys(instances, changed)
+        _replan(m, "replan, one layer of all instances", trainer, (instances, every), repeat)
+    _figures(m, encoded, plan)
+    return m
+
+
+def all_parts(parts: PlanParts, plan: TransferPlan) -> int:
+    made = 0
+    for name, world in zip(plan.instances, plan.instance_world, strict=True):
+        made += len([parts.instance_part(name, rank) for rank in range(world)])
+        made += len([parts.trainer_part(name, rank) for rank in parts.trainer_ranks(name)])
+    return made
+
+
+def _wire(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
+    parts, name = PlanParts(plan, 64 << 20), plan.instances[0]
+    made = [parts.instance_part(name, rank) for rank in range(plan.instance_world[0])]
+    made += [parts.trainer_part(name, rank) for rank in parts.trainer_ranks(name)]
+    data = [encode_part(part) for part in made]
+    largest = max(data, key=len)
+    m.time("decode the largest part", lambda: decode_part(largest), 3)
+    m.time("decode all parts of an instance", lambda: [decode_part(d) for d in data])
+    m.figures["reports of an instance"] = f"{sum(map(len, encoded.instances[name])) / 1e6:.2f} MB"
+    m.figures["reports of the trainer"] = f"{sum(map(len, encoded.trainer)) / 1e6:.2f} MB"
+    m.figures["largest part"] = f"{len(largest) / 1e6:.3f} MB"
+    m.figures["all parts of an instance"] = f"{sum(map(len, data)) / 1e6:.2f} MB"
+
+
+def _replan(
+    m: Measured, name: str, trainer: tuple[RegionTable, ...], turns: tuple[Tables, Tables], repeat: int
+) -> None:
+    planner = Planner()
+    planner.plan(trainer, turns[0])
+
+    def again(tables: Tables) -> Planned:
+        planned = planner.plan(trainer, tables)
+        parts, o = planned.parts_of_changes(), planned.changes.operations
+        for instance in planned.instances or ():
+            index = planned.changes.instances.index(instance)
+            for rank in range(planned.changes.instance_world[index]):
+                parts.instance_part(instance, rank)
+            senders = o.src_rank[(o.instance == index) & (o.kind == Kind.SEND)]
+            for rank in np.unique(senders).tolist():
+                parts.trainer_part(instance, rank)
+        return planned
+
+    for turn in range(2 * max(repeat, 3)):
+        planned = m.time(name, lambda tables=turns[(turn + 1) % 2]: again(tables))
+        if planned.layers is None:
+            m.figures[f"{name}:"] = "all of the plan was made anew"
+
+
+def _figures(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
     traffic = traffic_of(plan)
     sent = traffic.trainer_sent
-    print(f"{len(plan.operations):,} operations ({traffic.sends:,} sends), {len(plan.digests):,} digest rows")
-    print(f"trainer rank sends {sent.mean() / 1e9:.2f} GB on average, {sent.max() / 1e9:.2f} GB at most")
-    senders = [len(parts.trainer_ranks(name)) for name in instances]
-    print(f"trainer ranks that send to an instance: {min(senders)}-{max(senders)}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(f"peak memory {peak / 1e6:.2f} GB, of which the tables {before / 1e6:.2f} GB")
+    m.figures["operations"] = f"{len(plan.operations):,}"
+    m.figures["copies on a rank"] = f"{traffic.copies:,}"
+    m.figures["digest rows"] = f"{len(plan.digests):,}"
+    m.figures["same-rank replicas of an instance"] = f"{encoded.pairs:,}"
+    m.figures["trainer rank sends, mean and most"] = f"{sent.mean() / 1e9:.2f} and {sent.max() / 1e9:.2f} GB"
+    m.peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    m.figures["peak memory of the gateway"] = f"{m.peak:.2f} GB"
+
+
+def peer(case: Case, encoded: Encoded, folder: Path | None, ranks: int) -> tuple[str, float, list[float]] | str:
+    """Awex's version, its seconds for all ranks, and those of the ranks measured: inference first, then trainer."""
+    awex = awex_plan.load(folder)
+    if isinstance(awex, str):
+        return awex
+    module, version = awex
+    trainer = [decode_report(data) for data in encoded.trainer]
+    maps = random_maps(case.model, 0, 0)
+    instance = instance_reports("rollout-0", case.model, maps, case.ep, case.tp)
+    inference = case.instances * case.ep
+    some = [inference * i // ranks for i in range(ranks)]
+    some += [inference + case.trainer_world * i // ranks for i in range(ranks)]
+    seconds = awex_plan.seconds_per_rank(module, trainer, instance, case.instances, some)
+    total = np.mean(seconds[:ranks]) * inference + np.mean(seconds[ranks:]) * case.trainer_world
+    return version, float(total), seconds
+
+
+def _alone(what: Callable[..., T], *arguments: object) -> T:
+    """In a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(what, *arguments).result()
+
+
+def show(name: str, case: Case, m: Measured, awex: tuple[str, float, list[float]] | str) -> None:
+    """A table of one case."""
+    print(f"\n{name}: {case}; {case.trainer_world + case.instances * case.ep} ranks")
+    print(f"  {'':36} {'CPU':>9} {'wall':>9}   target")
+    for row, (cpu, wall) in m.seconds.items():
+        print(f"  {row:36} {cpu:7.3f} s {wall:7.3f} s   {TARGETS.get(row, {}).get(name, '')}".rstrip())
+    for row, figure in m.figures.items():
+        print(f"  {row:36} {figure:>21}   {TARGETS.get(row, {}).get(name, '')}".rstrip())
+    if isinstance(awex, str):
+        print(f"  Awex: not measured: {awex}")
+        return
+    version, total, seconds = awex
+    half = len(seconds) // 2
+    ours = m.seconds["plan, invariants proved"][0]
+    parts = m.seconds["parts of all ranks"][0]
+    print(
+        f"  Awex {version}, without redundant slots: {np.mean(seconds[:half]):.2f} s an inference rank, "
+        f"{np.mean(seconds[half:]):.2f} s a trainer rank ({half} of each measured)"
+    )
+    print(f"  {'Awex, all ranks (scaled)':36} {total:7.0f} s")
+    print(f"  {'ratio to the plan':36} {total / ours:7.0f} x {'':10}   500 x")
+    print(f"  {'ratio to the plan and all parts':36} {total / (ours + parts):7.0f} x")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=None, metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--model", choices=sorted(MODELS), help="a case of your own")
+    parser.add_argument("--trainer", default="pp1xep1", help="its ranks, as in `weightcast plan --shape`")
+    for option, default in (("instances", 1), ("instance-ep", 8), ("instance-tp", 1), ("redundant", 0)):
+        parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--maps", choices=["equal", "different"], default="different")
+    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the fastest counts")
+    parser.add_argument("--awex", type=Path, metavar="DIR", help=f"folder with Awex: {awex_plan.HOW_TO_GET_IT}")
+    parser.add_argument("--awex-ranks", type=int, default=2, help="ranks of each side on which Awex is measured")
+    a = parser.parse_args()
+    cases = {name: CASES[name] for name in a.case or DEFAULT}
+    if a.model:
+        model, different = MODELS[a.model], a.maps == "different"
+        own = Case(a.model, model, a.trainer, a.instances, a.instance_ep, a.instance_tp, a.redundant, different)
+        cases = {"own": own}
+    print(f"{_processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {platform.system()}")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}; all on one core, the least of {a.repeat} runs")
+    measured: dict[str, Measured] = {}
+    for name, case in cases.items():
+        encoded = _alone(describe, case)
+        measured[name] = _alone(gateway, case, encoded, a.repeat)
+        awex = _alone(peer, case, encoded, a.awex, a.awex_ranks)
+        show(name, case, measured[name], awex)
+        sys.stdout.flush()
+    if {"k2-different", "k2-twice"} <= set(measured):
+        once, twice = measured["k2-different"], measured["k2-twice"]
+        row = "plan, invariants proved"
+        print(
+            f"\ntwice the layers: {twice.seconds[row][0] / once.seconds[row][0]:.2f} x the time of the plan, ", end=""
+        )
+        print(f"{twice.peak / once.peak:.2f} x the memory of the gateway   2.2 x")
+    return 0
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

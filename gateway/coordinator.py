@@ -18,7 +18,7 @@ from weightcast.gateway.service import Instance, Order, Pair, UpdateRecord, as_w
 from weightcast.gateway.verify import DigestCounts, compare_digests
 from weightcast.transfer.errors import PairStateError, StalePlanError, VersionError, WeightcastError
 from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.replan import Planner
 from weightcast.transfer.topology import Hosts
 
 __all__ = ["connect", "update"]
@@ -106,9 +106,12 @@ def _trainer_layout(pair: Pair) -> TrainerLayout:
 async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     trainer = _trainer_layout(pair)
     tables = {name: layout.tables for name, layout in layouts.items()}
+    # Instances that connect anew after their experts moved are planned from what changed.
+    planner = pair.planners.setdefault(tuple(tables), Planner())
     try:
         hosts = Hosts.by_name(trainer.hosts, [layout.hosts for layout in layouts.values()])
-        plan = await asyncio.to_thread(plan_transfer, trainer.tables, tables, hosts=hosts)
+        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts)
+        plan = await asyncio.to_thread(lambda: planned.plan)
         parts = await asyncio.to_thread(PlanParts, plan, pair.spec.bucket_bytes)
     except WeightcastError as error:
         for name in layouts:

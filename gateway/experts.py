@@ -13,7 +13,7 @@ import numpy as np
 from weightcast.gateway.join import JoinedRegions, SideName
 from weightcast.transfer.audit import audit_dispatch, audit_shared_dispatch
 from weightcast.transfer.errors import AgreementError, CoverageError, LayoutError
-from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.expert_names import NONE, ParsedNames
 from weightcast.transfer.layout import NO_SLOT, IntArray, RankReport, TensorTable
 from weightcast.transfer.names import number_ranges, summarize
 from weightcast.transfer.placement import ExpertPlacement
@@ -75,13 +75,16 @@ def check_slots(
     placement: ExpertPlacement,
     tensors: TensorTable,
     regions: JoinedRegions,
+    parsed: ParsedNames,
 ) -> None:
     """Every routed slot of every expert layer of the instance is held, whole and by the expert of the placement.
+
+    `parsed` are the numbers in the names of `tensors`.
 
     Raises AgreementError (rank, layer, slot, expected, found) for another expert, CoverageError for what is missing,
     LayoutError for slots of ranks without a placement and slots past a rank's last.
     """
-    slots = _routed_rows(side, reports, placement, tensors, regions)
+    slots = _routed_rows(side, reports, placement, tensors, regions, parsed)
     _check_experts(side, placement, slots)
     _check_complete(side, placement, slots)
 
@@ -115,6 +118,7 @@ def _routed_rows(
     placement: ExpertPlacement,
     tensors: TensorTable,
     regions: JoinedRegions,
+    parsed: ParsedNames,
 ) -> _SlotRows:
     placements = [report.placement for report in reports]
     storage = np.array([p.storage_rank if p else NONE for p in placements], dtype=np.int64)
@@ -128,7 +132,6 @@ def _routed_rows(
         raise LayoutError(f"{side.rank(rank)} {has}, but a region of {name!r} in slot {int(own.slot[row])}")
     # Slots past the routed ones hold fused shared experts, which are in no map.
     own = own.take(np.flatnonzero(own.slot < placement.slots_per_rank))
-    parsed = parse_names(tensors.names)
     expert = parsed.expert[own.tensor]
     stacked = (expert == NONE) & (own.size[:, 0] == 1) & (tensors.shape[own.tensor, 0] == placement.num_logical)
     volume = tensors.shape.prod(axis=1)[own.tensor]
@@ -174,7 +177,7 @@ def _check_complete(side: SideName, placement: ExpertPlacement, slots: _SlotRows
     count = placement.num_physical
     families, family = np.unique(slots.family, return_inverse=True)
     key = family * count + slots.physical
-    present = np.unique(key)
+    present = _distinct(key, len(families) * count)
     if len(present) != len(families) * count:
         window = np.arange(min(len(families) * count, _KEYS_NAMED), dtype=np.int64)
         missing = np.setdiff1d(window, present, assume_unique=True)
@@ -187,6 +190,15 @@ def _check_complete(side: SideName, placement: ExpertPlacement, slots: _SlotRows
     if not len(rest):
         return
     _check_cut_slots(side, slots, rest, dense[rest])
+
+
+def _distinct(key: IntArray, extent: int) -> IntArray:
+    """Distinct keys of 0..extent-1, ascending; faster where most of them are there."""
+    if extent > 4 * len(key):
+        return np.unique(key)
+    held = np.zeros(extent, dtype=np.bool_)
+    held[key] = True
+    return np.flatnonzero(held)
 
 
 def _missing_slots(

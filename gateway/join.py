@@ -8,6 +8,7 @@ from itertools import chain
 
 import numpy as np
 
+from weightcast.transfer.columns import number_names
 from weightcast.transfer.dtypes import dtype_name
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, TensorTable, pad_boxes
@@ -88,7 +89,7 @@ def join_reports(side: SideName, reports: Sequence[RankReport]) -> tuple[TensorT
     tables = [report.table for report in reports]
     names = tuple(dict.fromkeys(chain.from_iterable(table.tensors.names for table in tables)))
     index = dict(zip(names, range(len(names)), strict=True))
-    rows = [np.array([index[name] for name in table.tensors.names], dtype=np.int64) for table in tables]
+    rows = [number_names(index, table.tensors.names) for table in tables]
     width = max(table.tensors.width for table in tables)
     joined = _Joined(side, names, width)
     for rank, (table, own) in enumerate(zip(tables, rows, strict=True)):

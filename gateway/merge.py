@@ -20,6 +20,7 @@ import numpy as np
 
 from weightcast.gateway.experts import check_dispatch, check_slots, common_placement
 from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
+from weightcast.transfer.columns import number_names
 from weightcast.transfer.coverage import describe_gaps
 from weightcast.transfer.errors import CoverageError, LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
@@ -28,6 +29,9 @@ from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
 
 __all__ = ["InstanceLayout", "TrainerLayout", "merge_instance", "merge_trainer"]
+
+
+_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,31 @@ def merge_instance(
     tensors, regions = join_reports(side, ordered)
     placement = common_placement(side, ordered)
     layout = InstanceLayout(ordered, tensors, instance, placement)
-    gaps = [_gaps(side, tensors, regions), *_compare_catalog(layout, catalog)]
+    known = None if catalog is None else _table_of(catalog)
+    row = None if known is None else _rows_in(known, tensors.names)
+    gaps = [_gaps(side, tensors, regions)]
+    if known is not None and row is not None:
+        gaps += _compare_catalog(layout, known, row)
     if any(gaps):
         raise CoverageError("; ".join(gap for gap in gaps if gap))
     if placement is not None:
-        check_slots(side, ordered, placement, tensors, regions)
+        # The trainer's names are parsed once for all instances.
+        parsed = tensors.parsed_names if known is None or row is None else known.parsed_names.take(row)
+        check_slots(side, ordered, placement, tensors, regions, parsed)
         check_dispatch(side, ordered, placement)
     return layout
+
+
+def _table_of(catalog: TensorTable | Mapping[str, TensorSpec]) -> TensorTable:
+    return catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
+
+
+def _rows_in(known: TensorTable, names: Sequence[str]) -> IntArray:
+    """(n,) the row of each name in a table, _UNKNOWN for those it does not have."""
+    try:
+        return number_names(known.index, names)
+    except KeyError:
+        return np.array([known.index.get(name, _UNKNOWN) for name in names], dtype=np.int64)
 
 
 def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:
@@ -147,14 +169,10 @@ def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:
     return f"{describe_gaps(tensors, cells, short)}: {where}"
 
 
-def _compare_catalog(layout: InstanceLayout, catalog: TensorTable | Mapping[str, TensorSpec] | None) -> list[str]:
-    """Gaps between the trainer's tensors and the instance's, in words. Raises LayoutError for shapes that differ."""
-    if catalog is None:
-        return []
-    known = catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
-    index = dict(zip(known.names, range(len(known)), strict=True))
+def _compare_catalog(layout: InstanceLayout, known: TensorTable, row: IntArray) -> list[str]:
+    """Gaps between the trainer's tensors and the instance's, which are rows `row` of the trainer's, in words. Raises
+    LayoutError for shapes that differ."""
     held = layout.tensors
-    row = np.array([index.get(name, -1) for name in held.names], dtype=np.int64)
     _compare_shapes(layout, known, np.flatnonzero(row >= 0), row[row >= 0])
     here = np.zeros(len(known), dtype=bool)
     here[row[row >= 0]] = True

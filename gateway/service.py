@@ -30,6 +30,7 @@ from weightcast.transfer.errors import (
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart, TransferPlan
+from weightcast.transfer.replan import Planner
 from weightcast.transfer.wire import DigestReport
 
 __all__ = ["Deadlines", "Instance", "Order", "Pair", "PairSpec", "UpdateRecord"]
@@ -169,6 +170,7 @@ class Pair:
         }
         self.trainer_reports: dict[int, RankReport] = {}
         self.trainer_layout: TrainerLayout | None = None
+        self.planners: dict[tuple[str, ...], Planner] = {}
         self.offers: dict[int, int] = {}
         self.conflict: VersionError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.expert_names import NONE, parse_layers, parse_names
 
 WORDS = ["layers", "experts", "xlayers", "0", "7", "12", "00", "123456789", "1234567890", "w", "é", "Ω", "\n", ""]
 PIECES = st.sampled_from(WORDS)
@@ -51,3 +51,9 @@ def test_as_a_pattern_would_find_them(names: list[str]) -> None:
     for i, one in enumerate(taken_out):
         for j, other in enumerate(taken_out):
             assert (parsed.family[i] == parsed.family[j]) == (one == other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(NAMES)
+def test_layers_alone_are_those_of_all_numbers(names: list[str]) -> None:
+    assert parse_layers(names).tolist() == parse_names(names).layer.tolist()

@@ -292,3 +292,31 @@ def test_what_the_judge_refuses_the_check_refuses(seed: int, where: int, how: st
     else:
         with pytest.raises(PlanError):
             check_plan(broken, *tables)
+
+
+@pytest.mark.parametrize("column", ["dst_region", "src_region", "src_rank", "offset", "kind"])
+def test_a_wrong_row_in_the_last_of_equal_instances_is_seen(column):
+    """Equal instances are proved once; each row of each of them counts all the same."""
+    specs = {"w": SPECS["w"], "v": SPECS["v"]}
+    trainer = tables_of(specs, [[W_ALL, V_ALL], [V_ALL, W_ALL]])
+    instances = {name: tables_of(specs, [[W_ALL, V_ALL, W_ALL]]) for name in "abc"}
+    plan = plan_transfer(trainer, instances)
+    check_plan(plan, trainer, instances)
+    values = {"dst_region": 1, "src_region": 1, "src_rank": 2, "offset": (1, 0), "kind": Kind.SEND}
+    kind = Kind.COPY if column in ("kind", "src_region") else Kind.SEND
+    rows = np.flatnonzero((plan.operations.instance == 2) & (plan.operations.kind == kind))
+    name = plan.tensors.names.index("w")
+    row = int(rows[plan.operations.tensor[rows] == name][0])
+    with pytest.raises(PlanError, match=r"'w', c rank 0|elements are written|has src_instance"):
+        check_plan(with_value(plan, row, **{column: values[column]}), trainer, instances)
+
+
+def test_a_wrong_digest_in_the_last_of_equal_instances_is_seen():
+    specs = {"w": SPECS["w"], "v": SPECS["v"]}
+    trainer = tables_of(specs, [[W_ALL, V_ALL]])
+    instances = {name: tables_of(specs, [[W_ALL, V_ALL, W_ALL]]) for name in "abc"}
+    plan = plan_transfer(trainer, instances)
+    everything = np.arange(len(plan.digests))
+    for row in np.flatnonzero(plan.digests.instance == 2).tolist():
+        with pytest.raises(PlanError, match=r"c rank 0 region \d: a part of it is in no digest"):
+            check_plan(replace(plan, digests=plan.digests.take(np.delete(everything, row))), trainer, instances)

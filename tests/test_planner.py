@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -243,18 +243,25 @@ def test_sides_must_have_ranks():
         plan_transfer(table, {"a": []})
 
 
+def without(part, kind, count=None):
+    """What an instance receives, without the first rows of a kind."""
+    kept = np.setdiff1d(np.arange(part.kind.shape[0]), np.flatnonzero(part.kind == kind)[:count])
+    columns = ("kind", "tensor", "row", "source", "offset", "size")
+    columns = {name: getattr(part, name)[kept] for name in columns}
+    sends = np.flatnonzero(columns["kind"] == Kind.SEND)
+    return replace(part, **columns, sends=sends, cell=part.cell[np.isin(part.sends, kept)])
+
+
 def without_first_receive(part):
-    sends = ("cell", "rank", "region", "offset", "size")
-    return replace(part, **{name: getattr(part, name)[1:] for name in sends})
+    return without(part, Kind.SEND, 1)
 
 
 def without_copies(part):
-    copies = [field.name for field in fields(part) if field.name.startswith("copy_")]
-    return replace(part, **{name: getattr(part, name)[:0] for name in copies})
+    return without(part, Kind.COPY)
 
 
 def to_the_other_region(part):
-    return replace(part, copy_region=part.copy_source)
+    return replace(part, row=part.source)
 
 
 def shifted(rows):
@@ -262,17 +269,17 @@ def shifted(rows):
 
 
 STAGES = [
-    ("_receive", without_first_receive, "only 16 of 32 elements are written"),
-    ("_receive", without_copies, "only 0 of 32 elements are written"),
-    ("_receive", to_the_other_region, "overlaps the send of"),
-    ("_of_instance", lambda o: o.take(np.arange(len(o) - 1)), "only 16 of 32 elements are written"),
-    ("_of_instance", lambda o: o.take(np.append(np.arange(len(o)), 0)), "overlaps the send of"),
-    ("_of_instance", lambda o: replace(o, src_rank=1 - o.src_rank), "has its source on another rank"),
-    ("_of_instance", lambda o: replace(o, src_rank=o.src_rank * 0), "takes what that region does not hold"),
+    ("bind", without_first_receive, "only 16 of 32 elements are written"),
+    ("bind", without_copies, "only 0 of 32 elements are written"),
+    ("bind", to_the_other_region, "overlaps the send of"),
+    ("direct_rows", lambda o: o.take(np.arange(len(o) - 1)), "only 16 of 32 elements are written"),
+    ("direct_rows", lambda o: o.take(np.append(np.arange(len(o)), 0)), "overlaps the send of"),
+    ("direct_rows", lambda o: replace(o, src_rank=1 - o.src_rank), "has its source on another rank"),
+    ("direct_rows", lambda o: replace(o, src_rank=o.src_rank * 0), "takes what that region does not hold"),
     ("_trainer_digests", lambda rows: rows.take(np.arange(len(rows) - 1)), "digest"),
     ("_trainer_digests", shifted, "digest"),
-    ("_instance_digests", lambda rows: rows.take(np.arange(1, len(rows))), "digest"),
-    ("_instance_digests", shifted, "digest"),
+    ("digest_rows", lambda rows: rows.take(np.arange(1, len(rows))), "digest"),
+    ("digest_rows", shifted, "digest"),
 ]
 
 
@@ -292,7 +299,7 @@ def test_operations_are_sorted_as_documented():
         pair = random_pair(seed)
         o = plan_transfer(*pair.tables()).operations
         rows = list(
-            zip(*(c.tolist() for c in (o.instance, o.dst_rank, o.kind, o.src_rank, o.tensor, o.offset)), strict=True)
+            zip(*(c.tolist() for c in (o.instance, o.dst_rank, o.kind, o.tensor, o.offset, o.dst_region)), strict=True)
         )
         assert rows == sorted(rows)
 

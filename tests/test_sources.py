@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.transfer.sources import Pools, deal, deal_boxes, pool_sets, same_host_first
+from weightcast.transfer.reach import same_host_first
+from weightcast.transfer.sources import Pools, deal, deal_boxes, pool_sets
 
 
 def loads(pools: list[list[int]], items: list[tuple[int, int]], world: int) -> np.ndarray:

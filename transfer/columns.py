@@ -6,7 +6,7 @@ than it sorts by a list of keys, and ties, the only rows that need the remaining
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ __all__ = [
     "any_column",
     "concatenate",
     "lex_sort",
+    "number_names",
     "ranges",
     "shared",
     "stable_order",
@@ -35,6 +36,9 @@ def stable_order(key: IntArray, extent: int) -> IntArray:
     n = key.shape[0]
     if n == 0 or bool((key[1:] >= key[:-1]).all()):
         return np.arange(n, dtype=np.int64)
+    if extent <= 1 << 16:
+        # Sorted by radix.
+        return np.argsort(key.astype(np.uint16), kind="stable").astype(np.int64)
     bits = n.bit_length()
     if extent << bits > _LIMIT:
         return np.argsort(key, kind="stable").astype(np.int64)
@@ -131,6 +135,11 @@ def volumes(size: IntArray) -> IntArray:
     for dim in range(1, size.shape[1]):
         volume *= size[:, dim]
     return volume
+
+
+def number_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
+    """(n,) the number of each name. Raises KeyError for an unknown one."""
+    return np.fromiter(map(index.__getitem__, names), dtype=np.int64, count=len(names))
 
 
 def concatenate(parts: Sequence[IntArray], like: IntArray) -> IntArray:

@@ -11,20 +11,35 @@ from weightcast.transfer.dtypes import NAMES, dtype_name
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
-from weightcast.transfer.regions import overlaps, uncovered
+from weightcast.transfer.regions import overlaps
 from weightcast.transfer.sides import Pair, Side
-from weightcast.transfer.tiling import box_text, outside, region_rows, tiling_fault
+from weightcast.transfer.tiling import (
+    EVERYTHING,
+    Scope,
+    box_text,
+    filled,
+    outside,
+    region_rows,
+    rows_at,
+    same_columns,
+    spans,
+    tiling_fault,
+)
 
 __all__ = ["check_digests"]
 
 
-def check_digests(plan: TransferPlan, pair: Pair) -> None:
+def check_digests(plan: TransferPlan, pair: Pair, scope: Scope = EVERYTHING) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
-    d = plan.digests
-    for index, side in enumerate(pair.instances):
-        _Side(plan, side, d.take(np.flatnonzero(d.instance == index))).check_instance()
-    _Side(plan, pair.trainer, d.take(np.flatnonzero(d.instance == TRAINER))).check_trainer(pair)
+    proved: dict[tuple[str, ...], DigestRows] = {}
+    own = [rows_at(plan.digests, rows) for rows in spans(plan.digests.instance, TRAINER, len(pair.instances) - TRAINER)]
+    for index, (side, rows) in enumerate(zip(pair.instances, own[1:], strict=True)):
+        other = proved.get(side.fingerprints)
+        if scope.has(index) and not (other and same_columns(rows, other, DigestRows.__slots__[1:])):
+            _Side(plan, side, rows, scope).check_instance()
+            proved[side.fingerprints] = rows
+    _Side(plan, pair.trainer, own[0], scope).check_trainer(pair)
 
 
 def _check_ranges(plan: TransferPlan) -> None:
@@ -45,8 +60,8 @@ def _check_ranges(plan: TransferPlan) -> None:
 class _Side:
     """The digest rows of one side, under proof."""
 
-    def __init__(self, plan: TransferPlan, side: Side, rows: DigestRows) -> None:
-        self.plan, self.side, self.rows = plan, side, rows
+    def __init__(self, plan: TransferPlan, side: Side, rows: DigestRows, scope: Scope) -> None:
+        self.plan, self.side, self.rows, self.scope = plan, side, rows, scope
         self.row, known = region_rows(side, rows.rank, rows.region)
         bad = outside(side, self.row, known, (rows.tensor, rows.offset, rows.size))
         if bad.any():
@@ -69,8 +84,8 @@ class _Side:
         if bad.any():
             at = int(bad.argmax())
             self._fail(at, f"is in {dtype_name(int(rows.dtype[at]))}, which is not the dtype there")
-        self._check_regions(np.arange(len(rows), dtype=np.int64), np.ones(len(side), dtype=np.bool_))
-        self._check_cells(self._distinct_cells(), _held_by(side, len(self.plan.tensors)))
+        self._check_regions(np.arange(len(rows), dtype=np.int64), self.scope.tensors)
+        self._check_cells(self._distinct_cells(), self.scope.wanted(side.held))
 
     def _distinct_cells(self) -> IntArray:
         """The first row of each cell, proven to be the same box as the others of the cell."""
@@ -87,16 +102,17 @@ class _Side:
         """Equal cells are equal boxes, and cells tile every tensor in each dtype in which an instance has it."""
         distinct = self._distinct_cells()
         wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
+        inside = np.arange(wanted.shape[1]) if self.scope.tensors is None else np.flatnonzero(self.scope.tensors)
         for side in pair.instances:
-            held = np.flatnonzero(_held_by(side, len(self.plan.tensors)))
+            held = inside[side.held[inside]]
             wanted[side.dtype[held], held] = True
         made = np.bincount(self.rows.dtype, minlength=len(NAMES))
-        for dtype in np.flatnonzero(wanted.any(axis=1) | (made > 0)).tolist():
+        for dtype in np.flatnonzero(wanted[:, inside].any(axis=1) | (made > 0)).tolist():
             self._check_cells(distinct[self.rows.dtype[distinct] == dtype], wanted[dtype])
-            self._check_regions(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype][self.side.tensor])
+            self._check_regions(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype])
 
-    def _check_regions(self, at: IntArray, wanted: BoolArray) -> None:
-        """Rows `at` fill the wanted regions of the side, and overlap in none."""
+    def _check_regions(self, at: IntArray, wanted: BoolArray | None) -> None:
+        """Rows `at` fill the regions of the wanted tensors, and overlap in none."""
         rows, side = self.rows, self.side
         offset, size = np.take(rows.offset, at, axis=0), np.take(rows.size, at, axis=0)
         twice, short = tiling_fault(side, self.row[at], offset, size, wanted)
@@ -126,14 +142,6 @@ class _Side:
         if a.size:
             other = int(cells[a[0]])
             self._fail(int(cells[b[0]]), f"overlaps that of {box_text(self.rows.offset[other], self.rows.size[other])}")
-        short = uncovered(tensor, offset, size, self.plan.tensors.shape)
-        short = short[wanted[short]]
+        short = np.flatnonzero(wanted & (filled(tensor, size, wanted.shape[0]) != self.plan.tensors.elements))
         if short.size:
             raise PlanError(f"tensor {self._name(int(short[0]))!r}: the digests of {self.side} do not cover it")
-
-
-def _held_by(side: Side, tensors: int) -> np.ndarray:
-    """(T,) whether a side holds any element of each tensor."""
-    held = np.zeros(tensors, dtype=np.bool_)
-    held[side.tensor[~any_column(side.size == 0)]] = True
-    return held

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from weightcast.transfer.layout import IntArray
-
-__all__ = ["NONE", "ParsedNames", "parse_names"]
+__all__ = ["NONE", "ParsedNames", "parse_layers", "parse_names"]
 
 NONE = -1
 """Layer or expert number of a name that has none."""
@@ -23,6 +21,7 @@ _MAX_DIGITS = 9
 """Longer numbers are no numbers: a hostile name must not become an integer that fits no column."""
 _DOT, _END, _ZERO = ord("."), ord("\n"), ord("0")
 
+IntArray = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -35,6 +34,10 @@ class ParsedNames(NamedTuple):
     layer: IntArray
     expert: IntArray
     family: IntArray
+
+    def take(self, rows: IntArray) -> ParsedNames:
+        """The numbers of some of the names, in that order."""
+        return ParsedNames(self.layer[rows], self.expert[rows], self.family[rows])
 
 
 class _Found(NamedTuple):
@@ -49,13 +52,7 @@ def parse_names(names: Sequence[str]) -> ParsedNames:
     """Layer, expert and family of each name; a hundred thousand names take a few hundredths of a second."""
     if not names:
         return ParsedNames(*[np.empty(0, dtype=np.int64)] * 3)
-    text = "\n".join(names)
-    if not text.isascii() or text.count("\n") >= len(names):
-        # Positions count bytes and lines; one letter a byte and one name a line is all that the rest has to know.
-        names = [name.replace("\n", " ").encode("utf-8", "surrogatepass").decode("latin-1") for name in names]
-        text = "\n".join(names)
-    raw = np.frombuffer(f"\n{text}\n".encode("latin-1"), dtype=np.uint8)
-    start = np.flatnonzero(raw == _END)[:-1] + 1
+    raw, start, names = _bytes_of(names)
     layer, expert = _first_numbers(raw, start, b"layers."), _first_numbers(raw, start, b"experts.")
     known: dict[str, int] = {}
     family = [
@@ -63,6 +60,25 @@ def parse_names(names: Sequence[str]) -> ParsedNames:
         for name, begin, end in zip(names, expert.begin.tolist(), expert.end.tolist(), strict=True)
     ]
     return ParsedNames(layer.value, expert.value, np.array(family, dtype=np.int64))
+
+
+def parse_layers(names: Sequence[str]) -> IntArray:
+    """(n,) the layer of each name, NONE where it has none; several times faster than all of `parse_names`."""
+    if not names:
+        return np.empty(0, dtype=np.int64)
+    raw, start, _ = _bytes_of(names)
+    return _first_numbers(raw, start, b"layers.").value
+
+
+def _bytes_of(names: Sequence[str]) -> tuple[_Bytes, IntArray, Sequence[str]]:
+    """The names as lines of bytes, where each begins, and the names with one letter a byte."""
+    text = "\n".join(names)
+    if not text.isascii() or text.count("\n") >= len(names):
+        # Positions count bytes and lines; one letter a byte and one name a line is all that the rest has to know.
+        names = [name.replace("\n", " ").encode("utf-8", "surrogatepass").decode("latin-1") for name in names]
+        text = "\n".join(names)
+    raw = np.frombuffer(f"\n{text}\n".encode("latin-1"), dtype=np.uint8)
+    return raw, np.flatnonzero(raw == _END)[:-1] + 1, names
 
 
 def _first_numbers(raw: _Bytes, start: IntArray, word: bytes) -> _Found:

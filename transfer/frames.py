@@ -13,6 +13,7 @@ memory is taken only after its size was checked against that.
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from typing import Any
 
@@ -277,7 +278,8 @@ class FrameReader:
             raise self.error(f"has texts in {name} that are not UTF-8") from None
         if not text.replace("\0", "").isprintable():
             raise self.error(f"has texts in {name} with control characters")
-        return tuple(text.split("\0"))
+        # Ranks name the same tensors: one string for all keeps look-ups in the cache and saves most of the memory.
+        return tuple(map(sys.intern, text.split("\0")))
 
     def finish(self) -> None:
         """Refuses a message with fields or columns that were not asked for."""

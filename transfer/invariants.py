@@ -26,7 +26,17 @@ from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
 from weightcast.transfer.regions import intersect, overlaps
 from weightcast.transfer.relay_invariants import check_relays
 from weightcast.transfer.sides import Pair, Side, join_sides
-from weightcast.transfer.tiling import box_text, outside, region_rows, tiling_fault
+from weightcast.transfer.tiling import (
+    EVERYTHING,
+    Scope,
+    box_text,
+    outside,
+    region_rows,
+    rows_at,
+    same_columns,
+    spans,
+    tiling_fault,
+)
 
 __all__ = ["check_joined", "check_plan"]
 
@@ -38,15 +48,24 @@ def check_plan(
     check_joined(plan, join_sides(trainer, instances))
 
 
-def check_joined(plan: TransferPlan, pair: Pair) -> None:
-    """check_plan for tables that are joined already."""
+def check_joined(plan: TransferPlan, pair: Pair, scope: Scope = EVERYTHING) -> None:
+    """check_plan for tables that are joined already, and for a plan that is only for a part of them."""
     _check_header(plan, pair)
     _check_ranges(plan)
-    for index, side in enumerate(pair.instances):
-        mine = np.flatnonzero(plan.operations.instance == index)
-        _Instance(plan, pair, index, side, plan.operations.take(mine)).check()
+    proved: dict[tuple[str, ...], Operations] = {}
+    own = spans(plan.operations.instance, 0, len(pair.instances))
+    for index, (side, rows) in enumerate(zip(pair.instances, own, strict=True)):
+        if not scope.has(index):
+            continue
+        proof = _Instance(plan, pair, index, side, rows_at(plan.operations, rows))
+        # What was proved of one instance holds for all with the same tables and the same rows.
+        if side.fingerprints in proved and proof.is_like(proved[side.fingerprints]):
+            proof.check_sources()
+        else:
+            proof.check(scope)
+            proved[side.fingerprints] = proof.o
     check_relays(plan, pair)
-    check_digests(plan, pair)
+    check_digests(plan, pair, scope)
 
 
 def _check_header(plan: TransferPlan, pair: Pair) -> None:
@@ -55,7 +74,10 @@ def _check_header(plan: TransferPlan, pair: Pair) -> None:
             shape = (len(rows), plan.tensors.width) if column in ("offset", "size") else (len(rows),)
             if getattr(rows, column).shape != shape:
                 raise PlanError(f"column {column} of the {name} has shape {getattr(rows, column).shape}, not {shape}")
-    if plan.tensors.names != pair.tensors.names or not np.array_equal(plan.tensors.shape, pair.tensors.shape):
+    same = plan.tensors is pair.tensors or (
+        plan.tensors.names == pair.tensors.names and np.array_equal(plan.tensors.shape, pair.tensors.shape)
+    )
+    if not same:
         raise PlanError("the plan's tensors are not those of the tables; make a new plan")
     if plan.instances != tuple(side.name for side in pair.instances):
         raise PlanError(
@@ -95,12 +117,21 @@ class _Instance:
 
     def __init__(self, plan: TransferPlan, pair: Pair, index: int, side: Side, operations: Operations) -> None:
         self.plan, self.pair, self.index, self.side, self.o = plan, pair, index, side, operations
-        self.row, self.known = region_rows(side, operations.dst_rank, operations.dst_region)
 
-    def check(self) -> None:
+    def is_like(self, other: Operations) -> bool:
+        """Whether all is the same as in another instance but the trainer's regions that sends come from."""
+        if not same_columns(self.o, other, ("kind", "tensor", "dst_rank", "dst_region", "offset", "size")):
+            return False
+        inner = np.flatnonzero(self.o.kind != Kind.SEND)
+        return same_columns(self.o.take(inner), other.take(inner), ("src_rank", "src_region")) and not bool(
+            (self.o.kind == Kind.RELAY).any()
+        )
+
+    def check(self, scope: Scope) -> None:
+        self.row, self.known = region_rows(self.side, self.o.dst_rank, self.o.dst_region)
         self._destinations()
-        self._sources()
-        self._tiling()
+        self.check_sources()
+        self._tiling(scope)
         self._copies_of_received()
         self._received_once()
 
@@ -130,24 +161,24 @@ class _Instance:
         if bad.any():
             self._fail(int(bad.argmax()), "does not lie in the region it writes")
 
-    def _sources(self) -> None:
+    def check_sources(self) -> None:
         """Sends come from a trainer region that has the box, copies and relays from such a region of an instance."""
         o = self.o
         stray = (o.kind == Kind.COPY) & ((o.src_instance != self.index) | (o.src_rank != o.dst_rank))
         if stray.any():
             self._fail(int(stray.argmax()), "has its source on another rank")
-        for index in np.unique(o.src_instance).tolist():
+        present = np.flatnonzero(np.bincount(o.src_instance - TRAINER, minlength=1)) + TRAINER
+        for index in present.tolist():
             side = self.pair.trainer if index == TRAINER else self.pair.instances[index]
             mine = np.flatnonzero(o.src_instance == index)
-            row, known = region_rows(side, o.src_rank[mine], o.src_region[mine])
-            bad = outside(
-                side, row, known, (o.tensor[mine], np.take(o.offset, mine, axis=0), np.take(o.size, mine, axis=0))
-            )
+            some = o if mine.shape[0] == len(o) else o.take(mine)
+            row, known = region_rows(side, some.src_rank, some.src_region)
+            bad = outside(side, row, known, (some.tensor, some.offset, some.size))
             if bad.any():
                 self._fail(int(mine[bad.argmax()]), "takes what that region does not hold")
 
-    def _tiling(self) -> None:
-        twice, short = tiling_fault(self.side, self.row, self.o.offset, self.o.size)
+    def _tiling(self, scope: Scope) -> None:
+        twice, short = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope.tensors)
         if twice is not None:
             first, second = twice
             box = box_text(self.o.offset[first], self.o.size[first])

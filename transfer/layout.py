@@ -18,10 +18,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_code, dtype_name, from_torch
 from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.expert_names import IntArray, ParsedNames, parse_names
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,6 @@ __all__ = [
     "TensorTable",
     "pad_boxes",
 ]
-
-IntArray = npt.NDArray[np.int64]
 
 NO_SLOT = -1
 """Value of the slot column for a region that belongs to no expert slot."""
@@ -73,7 +71,7 @@ def pad_boxes(column: IntArray, width: int, fill: int) -> IntArray:
     return np.pad(column, ((0, 0), (0, missing)), constant_values=fill)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorTable:
     """Logical tensors in columns, T of them, names distinct.
 
@@ -113,10 +111,30 @@ class TensorTable:
         """All of them by name, in order."""
         return {name: self.spec(row) for row, name in enumerate(self.names)}
 
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The row of each name."""
+        return dict(zip(self.names, range(len(self.names)), strict=True))
+
+    @cached_property
+    def parsed_names(self) -> ParsedNames:
+        """Layer, expert and family of each name."""
+        return parse_names(self.names)
+
+    @cached_property
+    def joined_names(self) -> bytes:
+        """The names with a NUL between each two: to hash and compare them all at once."""
+        return "\0".join(self.names).encode()
+
+    @cached_property
+    def elements(self) -> IntArray:
+        """(T,) elements of each whole logical tensor."""
+        return np.asarray(self.shape.prod(axis=1))
+
     @property
     def nbytes(self) -> IntArray:
         """(T,) bytes of each whole logical tensor."""
-        return np.asarray(self.shape.prod(axis=1) * ITEMSIZE[self.dtype])
+        return np.asarray(self.elements * ITEMSIZE[self.dtype])
 
 
 @dataclass(frozen=True)
@@ -214,7 +232,7 @@ class RegionTable:
     def fingerprint(self) -> str:
         """Hash of names, shapes, dtypes and rows; equal tables, and only those, have equal fingerprints."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update("\0".join(self.tensors.names).encode())
+        digest.update(self.tensors.joined_names)
         t = self.tensors
         for column in (t.shape, t.ndim, t.dtype, self.tensor, self.offset, self.size, self.slot):
             digest.update(repr(column.shape).encode())

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import numpy as np
 
 from weightcast.transfer.layout import IntArray, TensorTable
 
-__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "TransferPlan"]
+__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_rows"]
 
 TRAINER = -1
 """Value of an instance column that means the trainer."""
@@ -25,6 +26,14 @@ def take_rows(columns: Sequence[IntArray], rows: IntArray) -> list[IntArray]:
     if rows.dtype == np.bool_:
         rows = np.flatnonzero(rows)
     return [np.take(column, rows, axis=0) for column in columns]
+
+
+Rows = TypeVar("Rows", "Operations", "DigestRows")
+
+
+def join_rows(kind: type[Rows], parts: Sequence[Rows]) -> Rows:
+    """Rows of several tables, one after the other; at least one table."""
+    return kind(*(np.concatenate([getattr(part, name) for part in parts]) for name in kind.__slots__))
 
 
 class Kind(IntEnum):
@@ -43,10 +52,9 @@ class Operations:
     """m operations in columns, all int64, (m,) unless said otherwise.
 
     `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
-    `instance`,
-    `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank are the
-    destination's. Sorted by (instance, dst_rank, kind, src_rank, tensor, offset): the order in which a pair of ranks
-    exchanges boxes, the same on both sides.
+    `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
+    are the destination's. Sorted by (instance, dst_rank, kind, tensor, offset, dst_region): so the boxes that two ranks
+    exchange are in one order on both sides, and equal instances have equal rows but for their sources.
     """
 
     kind: IntArray
@@ -66,6 +74,10 @@ class Operations:
     def take(self, rows: IntArray) -> Operations:
         """The operations at `rows` (indices or a mask), in that order."""
         return Operations(*take_rows([getattr(self, name) for name in self.__slots__], rows))
+
+    def between(self, begin: int, end: int) -> Operations:
+        """Operations `begin` to `end` - 1, not copied."""
+        return Operations(*(getattr(self, name)[begin:end] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +106,10 @@ class DigestRows:
     def take(self, rows: IntArray) -> DigestRows:
         """The rows at `rows` (indices or a mask), in that order."""
         return DigestRows(*take_rows([getattr(self, name) for name in self.__slots__], rows))
+
+    def between(self, begin: int, end: int) -> DigestRows:
+        """Rows `begin` to `end` - 1, not copied."""
+        return DigestRows(*(getattr(self, name)[begin:end] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)

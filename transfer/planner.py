@@ -1,29 +1,41 @@
 """Makes a transfer plan from the tables of both sides. Pure: no torch, no I/O, equal input gives an equal plan.
 
-How, and why so: docs/architecture.md, "How a plan is made".
+How, and why so: docs/architecture.md, "How a plan is made". `weightcast.transfer.replan` makes plans one after the
+other and keeps what did not change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
-from weightcast.transfer.columns import lex_sort, ranges
+from weightcast.transfer.balance import FloatArray, Pools, level
+from weightcast.transfer.binding import Receives, bind, cells_of, digest_rows
+from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.coverage import require_cover
+from weightcast.transfer.dealing import deal_blocks, turns
+from weightcast.transfer.demand import Expected, expect, others_load, sums
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import IntArray, RegionTable
-from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan
-from weightcast.transfer.regions import Cells, decompose, intersect
-from weightcast.transfer.routing import Needs, Routes, route
+from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
+from weightcast.transfer.reach import Reach
+from weightcast.transfer.regions import Cells
+from weightcast.transfer.routing import Needs, route
+from weightcast.transfer.rows import direct_rows, routed_rows
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, find_sources
 from weightcast.transfer.topology import Hosts, Topology
 
-__all__ = ["plan_transfer"]
+__all__ = ["Asks", "Dealt", "Label", "Made", "Terms", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
+
+_BALANCED = 1.045
+"""Blocks dealt by themselves are kept if the busiest trainer rank has at most so many times the least load to which
+bytes could be shared out in fractions."""
 
 
 def plan_transfer(
@@ -47,39 +59,103 @@ def plan_transfer(
     Raises LayoutError where tables contradict each other, CoverageError where something is missing (named in compact
     ranges), and PlanError if the plan were wrong.
     """
+    return make_plan(trainer, instances, Terms(check, tuple(required), left_out or {}, hosts, topology)).plan
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is asked of a plan, as in `plan_transfer`."""
+
+    check: bool = True
+    required: tuple[str, ...] = ()
+    left_out: Mapping[str, Collection[str]] = field(default_factory=dict)
+    hosts: Hosts | None = None
+    topology: Topology | None = None
+
+    def key(self) -> tuple[object, ...]:
+        """Equal for equal terms."""
+        left_out = {name: frozenset(names) for name, names in self.left_out.items()}
+        hosts = self.hosts and (self.hosts.host.tobytes(), self.hosts.first.tobytes())
+        return self.check, self.required, left_out, hosts, self.topology
+
+
+_NO_TERMS = Terms()
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan, and what a plan for changed tables can take from it.
+
+    A block is one layer of one instance; block `instance * layers + layer` has a row in each of `expected` (what no map
+    changes), `others` (the load from other blocks beside which it is dealt), `asked` (blocks, pools) and `sent`
+    (blocks, world), the bytes that it really takes from each pool and rank. `cell_start[instance]` (layers + 1,) are
+    the numbers of the instance's first digest cell of each layer. Where blocks are not `balanced`, all were dealt
+    together.
+    """
+
+    pair: Pair
+    sources: Sources
+    reach: Reach
+    plan: TransferPlan
+    expected: Expected
+    others: FloatArray
+    asked: FloatArray
+    sent: FloatArray
+    cell_start: tuple[IntArray, ...]
+    balanced: bool
+
+
+def make_plan(
+    trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]], terms: Terms = _NO_TERMS
+) -> Made:
+    """plan_transfer, with what it worked out on the way."""
+    hosts, topology = terms.hosts, terms.topology
     pair = join_sides(trainer, instances)
+    worlds = [side.world for side in pair.instances]
     if hosts is not None:
-        hosts.require([side.world for side in (pair.trainer, *pair.instances)])
-    label = _Label(pair)
+        hosts.require([pair.trainer.world, *worlds])
+    label = Label(pair)
     sources = find_sources(pair.trainer, label)
-    classes: dict[tuple[str, ...], _Receives] = {}
     cells: dict[tuple[str, ...], Cells] = {}
     for side in pair.instances:
         if side.fingerprints not in cells:
-            cells[side.fingerprints] = decompose(side.tensor, side.offset, side.size, label)
-    by_name = {side.name: cells[side.fingerprints] for side in pair.instances}
-    require_cover(pair.tensors, sources.cells, by_name, _required(pair, required, left_out or {}))
+            cells[side.fingerprints] = cells_of(side, None, label)
+    own = [cells[side.fingerprints] for side in pair.instances]
+    by_name = {side.name: one for side, one in zip(pair.instances, own, strict=True)}
+    require_cover(pair.tensors, sources.cells, by_name, _required(pair, terms.required, terms.left_out))
+    bound: dict[tuple[str, ...], tuple[Receives, IntArray]] = {}
     for side in pair.instances:
-        if side.fingerprints not in classes:
-            classes[side.fingerprints] = _receive(side, sources.cells, len(pair.tensors), label)
-    receives = [classes[side.fingerprints] for side in pair.instances]
+        if side.fingerprints not in bound:
+            receives = bind(side, None, sources.cells, len(pair.tensors), label)
+            bound[side.fingerprints] = receives, weights(side, receives)
+    reach = Reach(sources, worlds, hosts)
+    asks = [Asks(index, side, *bound[side.fingerprints]) for index, side in enumerate(pair.instances)]
+    expected = _expected(pair, sources, reach, asks)
+    others = others_load(reach.pools, expected)
+    dealt = _deal(pair, sources, reach, asks, others) if topology is None else None
+    if dealt is None:
+        dealt, operations = _route(pair, sources, reach, asks, hosts, topology)
+    else:
+        entries = zip(asks, dealt.entry, strict=True)
+        operations = join_rows(Operations, [direct_rows(a.number, a.side, a.receives, sources, e) for a, e in entries])
     plan = TransferPlan(
         tensors=pair.tensors,
         instances=tuple(side.name for side in pair.instances),
         instance_dtype=np.stack([side.dtype for side in pair.instances]),
         trainer_world=pair.trainer.world,
-        instance_world=tuple(side.world for side in pair.instances),
+        instance_world=tuple(worlds),
         trainer_fingerprints=pair.trainer.fingerprints,
         instance_fingerprints=tuple(side.fingerprints for side in pair.instances),
-        operations=_operations(pair, sources, receives, hosts, topology),
-        digests=_digests(pair, sources, list(by_name.values())),
+        operations=operations,
+        digests=_digests(pair, sources, own),
     )
-    if check:
+    if terms.check:
         check_joined(plan, pair)
-    return plan
+    starts = tuple(np.searchsorted(one.key, pair.layer_start) for one in own)
+    return Made(pair, sources, reach, plan, expected, others, dealt.asked, dealt.sent, starts, bool(dealt.entry))
 
 
-class _Label:
+class Label:
     """Names a tensor row in the message of an error."""
 
     def __init__(self, pair: Pair) -> None:
@@ -91,8 +167,7 @@ class _Label:
 
 def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Collection[str]]) -> dict[str, IntArray]:
     """Rows of the tensors that each instance has to hold."""
-    index = {name: row for row, name in enumerate(pair.tensors.names)} if required else {}
-    unknown = [name for name in required if name not in index]
+    unknown = [name for name in required if name not in pair.index]
     if unknown:
         raise LayoutError(f"tensor {unknown[0]!r} is required but no rank declares it")
     strangers = set(left_out) - {side.name for side in pair.instances}
@@ -101,120 +176,148 @@ def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Coll
     rows = {}
     for side in pair.instances:
         exempt = frozenset(left_out.get(side.name, ()))
-        rows[side.name] = np.array([index[name] for name in required if name not in exempt], dtype=np.int64)
+        rows[side.name] = np.array([pair.index[name] for name in required if name not in exempt], dtype=np.int64)
     return rows
 
 
 @dataclass(frozen=True, slots=True)
-class _Receives:
-    """What the ranks of a class of equal instances get, whoever sends it.
+class Asks:
+    """What an instance receives: its number and columns, the rows, and the bytes of each send."""
 
-    Sends: trainer cell, receiving rank and region, and the box. Copies: rank, region that received, further region, and
-    the box. Both ordered by rank.
-    """
+    number: int
+    side: Side
+    receives: Receives
+    weight: IntArray
 
-    cell: IntArray
-    rank: IntArray
-    region: IntArray
-    offset: IntArray
-    size: IntArray
-    copy_rank: IntArray
-    copy_source: IntArray
-    copy_region: IntArray
-    copy_tensor: IntArray
-    copy_offset: IntArray
-    copy_size: IntArray
+    def columns(self, reach: Reach) -> IntArray:
+        """The host to which each send goes."""
+        return reach.columns(self.number, self.side.rank[self.receives.row[self.receives.sends]])
 
 
-def _receive(side: Side, cells: Cells, tensors: int, label: _Label) -> _Receives:
-    """Each rank receives each of its cells once, into the first region that holds it, and copies it into the others."""
-    boxes = decompose(side.rank * tensors + side.tensor, side.offset, side.size, label)
-    count = np.diff(boxes.start)
-    first = boxes.row[boxes.start[:-1]]
-    tensor = side.tensor[first]
-    cell, box, offset, size = intersect((cells.key, cells.offset, cells.size), (tensor, boxes.offset, boxes.size))
-    further = np.repeat(np.arange(len(boxes), dtype=np.int64), count - 1)
-    row = boxes.row[ranges(boxes.start[:-1] + 1, count - 1)]
-    return _Receives(
-        cell,
-        side.rank[first[box]],
-        side.region[first[box]],
-        offset,
-        size,
-        side.rank[row],
-        side.region[first[further]],
-        side.region[row],
-        side.tensor[row],
-        np.take(boxes.offset, further, axis=0),
-        np.take(boxes.size, further, axis=0),
-    )
+def weights(side: Side, receives: Receives) -> IntArray:
+    """Bytes of each send, in the dtype in which it travels."""
+    size = np.take(receives.size, receives.sends, axis=0)
+    return np.asarray(volumes(size) * ITEMSIZE[side.dtype[receives.tensor[receives.sends]]])
 
 
-def _operations(
-    pair: Pair, sources: Sources, receives: list[_Receives], hosts: Hosts | None, topology: Topology | None
-) -> Operations:
-    """Sends from chosen holders, relays and copies, in the order of the plan."""
-    cell = np.concatenate([part.cell for part in receives])
-    count = [part.cell.shape[0] for part in receives]
-    dtype = [side.dtype[sources.cells.key[part.cell]] for part, side in zip(receives, pair.instances, strict=True)]
-    rank, region, offset, size = (
-        np.concatenate([getattr(part, name) for part in receives]) for name in ("rank", "region", "offset", "size")
-    )
-    instance = np.repeat(np.arange(len(receives), dtype=np.int64), count)
-    code = np.concatenate(dtype)
-    needs = Needs(cell, instance, rank, region, offset, size, code, ITEMSIZE[code])
-    routes = route(sources, needs, pair.trainer.world, hosts, topology)
-    tensor = sources.cells.key[cell]
-    bounds = np.searchsorted(instance[routes.need], np.arange(len(receives) + 1))
-    parts = [
-        _of_instance(index, part, needs, tensor, routes, slice(int(bounds[index]), int(bounds[index + 1])))
-        for index, part in enumerate(receives)
+def _expected(pair: Pair, sources: Sources, reach: Reach, asks: list[Asks]) -> Expected:
+    """What all blocks are expected to ask for. Equal instances on hosts with the same holders are looked at once."""
+    found: dict[tuple[tuple[str, ...], bytes], Expected] = {}
+    each = []
+    for one in asks:
+        begin, end = reach.first[one.number], reach.first[one.number + 1]
+        key = one.side.fingerprints, reach.column[begin:end].tobytes()
+        if key not in found:
+            found[key] = expect(pair, sources, reach, (one.number, one.side), one.receives, one.weight)
+        each.append(found[key])
+    return Expected(*(np.concatenate([getattr(one, name) for one in each]) for name in Expected.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """For each instance the sources of its sends, entries of `Sources.rank`, or nothing where boxes were cut or are
+    relayed; and what blocks ask of pools and ranks."""
+
+    entry: list[IntArray]
+    asked: FloatArray
+    sent: FloatArray
+
+
+def _deal(pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Dealt | None:
+    """Sources for all instances, dealt block by block; None where that leaves some rank too much."""
+    cell = np.concatenate([one.receives.cell for one in asks])
+    column = np.concatenate([one.columns(reach) for one in asks])
+    weight = np.concatenate([one.weight for one in asks])
+    block, pool = _blocks(pair, sources, asks), reach.pool(cell, column)
+    number = turns(np.arange(others.shape[0], dtype=np.int64), pair.layers.shape[0])
+    choice = deal_blocks(reach.pools, pool, weight, block, others, number)
+    entry = reach.entry(cell, column, choice)
+    asked, sent = loads_of(reach.pools, pool, sources.rank[entry], weight, block, others.shape)
+    if not balanced(reach.pools, asked, sent):
+        return None
+    ends = np.cumsum([one.weight.shape[0] for one in asks])[:-1]
+    return Dealt(np.split(entry, ends), asked, sent)
+
+
+def _blocks(pair: Pair, sources: Sources, asks: list[Asks]) -> IntArray:
+    """The block of each send of all instances."""
+    layers, layer = pair.layers.shape[0], pair.layer[sources.cells.key]
+    return np.concatenate([one.number * layers + layer[one.receives.cell] for one in asks])
+
+
+def loads_of(
+    pools: Pools, pool: IntArray, rank: IntArray, weight: IntArray, block: IntArray, shape: tuple[int, ...]
+) -> tuple[FloatArray, FloatArray]:
+    """Bytes of each block by pool and by rank: (blocks, pools) and (blocks, world) for `shape` = (blocks, world)."""
+    return sums(block, pool, weight, (shape[0], len(pools))), sums(block, rank, weight, shape)
+
+
+def balanced(pools: Pools, asked: FloatArray, sent: FloatArray) -> bool:
+    """Whether the busiest rank has little more than the least that it could have."""
+    _, best = level(pools, asked.sum(axis=0), sent.shape[1])
+    return bool(sent.sum(axis=0).max(initial=0.0) <= _BALANCED * best)
+
+
+def _route(
+    pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], hosts: Hosts | None, topology: Topology | None
+) -> tuple[Dealt, Operations]:
+    """All instances together: boxes cut between holders, and passed on from rank to rank."""
+    needs = _needs(sources, reach, asks)
+    routes = route(sources, reach, needs, pair.trainer.world, hosts, topology)
+    first = np.append(0, np.cumsum([one.weight.shape[0] for one in asks]))
+    bounds = np.searchsorted(routes.need, first).tolist()
+    operations = [
+        routed_rows(one.number, one.side, one.receives, routes.between(*span), int(first[one.number]))
+        for one, span in zip(asks, pairwise(bounds), strict=True)
     ]
-    return Operations(*(np.concatenate([getattr(part, name) for part in parts]) for name in Operations.__slots__))
+    sent = np.flatnonzero(routes.src_instance == TRAINER)
+    need = routes.need[sent]
+    weight = volumes(np.take(routes.size, sent, axis=0)) * needs.itemsize[need]
+    shape = len(asks) * pair.layers.shape[0], pair.trainer.world
+    block, pool = _blocks(pair, sources, asks)[need], reach.pool(needs.cell, needs.column)[need]
+    loads = loads_of(reach.pools, pool, routes.src_rank[sent], weight, block, shape)
+    return Dealt([], *loads), join_rows(Operations, operations)
 
 
-def _of_instance(
-    index: int, part: _Receives, needs: Needs, tensor: IntArray, routes: Routes, mine: slice
-) -> Operations:
-    need, copies = routes.need[mine], part.copy_rank.shape[0]
-    operations = Operations(
-        kind=np.concatenate([routes.kind[mine], np.full(copies, Kind.COPY, dtype=np.int64)]),
-        tensor=np.concatenate([tensor[need], part.copy_tensor]),
-        src_instance=np.concatenate([routes.src_instance[mine], np.full(copies, index, dtype=np.int64)]),
-        src_rank=np.concatenate([routes.src_rank[mine], part.copy_rank]),
-        src_region=np.concatenate([routes.src_region[mine], part.copy_source]),
-        instance=np.full(need.shape[0] + copies, index, dtype=np.int64),
-        dst_rank=np.concatenate([needs.rank[need], part.copy_rank]),
-        dst_region=np.concatenate([needs.region[need], part.copy_region]),
-        offset=np.concatenate([routes.offset[mine], part.copy_offset]),
-        size=np.concatenate([routes.size[mine], part.copy_size]),
+def _needs(sources: Sources, reach: Reach, asks: list[Asks]) -> Needs:
+    cell = np.concatenate([one.receives.cell for one in asks])
+    row = [one.receives.row[one.receives.sends] for one in asks]
+    offset = np.concatenate([np.take(one.receives.offset, one.receives.sends, axis=0) for one in asks])
+    size = np.concatenate([np.take(one.receives.size, one.receives.sends, axis=0) for one in asks])
+    dtype = np.concatenate([one.side.dtype[sources.cells.key[one.receives.cell]] for one in asks])
+    return Needs(
+        cell=cell,
+        column=np.concatenate([one.columns(reach) for one in asks]),
+        instance=np.repeat([one.number for one in asks], [one.weight.shape[0] for one in asks]),
+        rank=np.concatenate([one.side.rank[rows] for one, rows in zip(asks, row, strict=True)]),
+        region=np.concatenate([one.side.region[rows] for one, rows in zip(asks, row, strict=True)]),
+        offset=offset,
+        size=size,
+        dtype=dtype,
+        itemsize=ITEMSIZE[dtype],
     )
-    o = operations
-    order, _ = lex_sort([o.dst_rank, o.kind, o.src_rank, o.tensor, *o.offset.T, o.dst_region])
-    return operations.take(order)
 
 
 def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
-    parts = [_trainer_digests(pair, sources, cells)]
+    parts = [_trainer_digests(pair, sources)]
     made: dict[int, DigestRows] = {}
     for index, (side, own) in enumerate(zip(pair.instances, cells, strict=True)):
         if id(own) not in made:
-            made[id(own)] = _instance_digests(side, own)
+            made[id(own)] = digest_rows(index, side, own)
         rows = made[id(own)]
-        parts.append(
-            DigestRows(np.full(len(rows), index, dtype=np.int64), *(getattr(rows, n) for n in rows.__slots__[1:]))
-        )
-    return DigestRows(*(np.concatenate([getattr(part, name) for part in parts]) for name in DigestRows.__slots__))
+        parts.append(replace(rows, instance=np.full(len(rows), index, dtype=np.int64)))
+    return join_rows(DigestRows, parts)
 
 
-def _trainer_digests(pair: Pair, sources: Sources, held: list[Cells]) -> DigestRows:
+def _trainer_digests(pair: Pair, sources: Sources) -> DigestRows:
     """Every cell of a tensor that some instance holds, for each dtype that an instance has it in, on each of its
     holders: data-parallel copies that have drifted apart must be seen, because several of them may be sent.
     """
-    cells, tensors = sources.cells, len(pair.tensors)
-    wanted = np.zeros((ITEMSIZE.shape[0], tensors), dtype=np.bool_)
-    for side, own in zip(pair.instances, held, strict=True):
-        wanted[side.dtype[own.key], own.key] = True
+    cells = sources.cells
+    wanted = np.zeros((ITEMSIZE.shape[0], len(pair.tensors)), dtype=np.bool_)
+    for side in pair.instances:
+        held = np.flatnonzero(side.held)
+        wanted[side.dtype[held], held] = True
     dtype, cell = np.nonzero(wanted[:, cells.key])
     order, _ = lex_sort([cells.key[cell], dtype, cell])
     dtype, cell = dtype[order], cell[order]
@@ -228,14 +331,3 @@ def _trainer_digests(pair: Pair, sources: Sources, held: list[Cells]) -> DigestR
         np.take(cells.offset, cell, axis=0), np.take(cells.size, cell, axis=0), dtype, number,
     )  # fmt: skip
     return rows.take(lex_sort([rows.rank, rows.cell])[0])
-
-
-def _instance_digests(side: Side, cells: Cells) -> DigestRows:
-    """Every region of the instance, cut into cells where regions overlap partly, ordered by (rank, region, cell)."""
-    order, _ = lex_sort([cells.row])
-    cell, row = cells.cell[order], cells.row[order]
-    tensor = cells.key[cell]
-    return DigestRows(
-        np.zeros(row.shape[0], dtype=np.int64), side.rank[row], side.region[row], tensor,
-        np.take(cells.offset, cell, axis=0), np.take(cells.size, cell, axis=0), side.dtype[tensor], cell,
-    )  # fmt: skip

@@ -13,8 +13,9 @@ import numpy as np
 
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, Kind
+from weightcast.transfer.reach import Reach
 from weightcast.transfer.relays import DIRECT, SHAPES, RelayGroups, depths
-from weightcast.transfer.sources import Dealt, Narrowed, Sources, deal_boxes, same_host_first
+from weightcast.transfer.sources import Sources, deal_boxes
 from weightcast.transfer.topology import Hosts, Topology, link_bytes, link_seconds
 
 __all__ = ["Needs", "Routes", "route"]
@@ -27,11 +28,12 @@ _WORTH = 0.999
 class Needs:
     """Boxes that ranks of instances have to receive, n of them, ordered by instance.
 
-    `cell` the trainer's cell, `instance`, `rank` and `region` where it goes, `offset` and `size` (n, D), `dtype` code
-    and `itemsize` in which it travels.
+    `cell` the trainer's cell, `column` the number of the host that it goes to in the Reach, `instance`, `rank` and
+    `region` where on it, `offset` and `size` (n, D), `dtype` code and `itemsize` in which it travels.
     """
 
     cell: IntArray
+    column: IntArray
     instance: IntArray
     rank: IntArray
     region: IntArray
@@ -56,34 +58,39 @@ class Routes:
     offset: IntArray
     size: IntArray
 
+    def between(self, begin: int, end: int) -> Routes:
+        """Rows `begin` to `end` - 1, not copied."""
+        return Routes(*(getattr(self, name)[begin:end] for name in self.__slots__))
+
 
 def route(
-    sources: Sources, needs: Needs, world: int, hosts: Hosts | None = None, topology: Topology | None = None
+    sources: Sources,
+    reach: Reach,
+    needs: Needs,
+    world: int,
+    hosts: Hosts | None = None,
+    topology: Topology | None = None,
 ) -> Routes:
-    """Chooses. `world` counts trainer ranks. Without hosts all holders are equal; relays need a topology and hosts."""
-    router = _Router(sources, needs, world, hosts)
+    """Chooses among the holders in reach. `world` counts trainer ranks. Relays need a topology and hosts."""
+    router = _Router(sources, reach, needs, world)
     if topology is None or hosts is None:
         return router.routes(np.full(needs.cell.shape[0], DIRECT, dtype=np.int64))
     return router.best(topology, hosts)
 
 
 class _Router:
-    def __init__(self, sources: Sources, needs: Needs, world: int, hosts: Hosts | None) -> None:
-        self._sources, self._needs, self._world = sources, needs, world
-        self._pools, self._pool = sources.pools, sources.pool[needs.cell]
-        self._narrowed: Narrowed | None = None
-        if hosts is not None:
-            self._number = hosts.number(needs.instance, needs.rank)
-            self._narrowed = same_host_first(self._pools, self._pool, hosts.host[self._number], hosts.host[:world])
-            self._pools, self._pool = self._narrowed.pools, self._narrowed.pool
+    def __init__(self, sources: Sources, reach: Reach, needs: Needs, world: int) -> None:
+        self._sources, self._reach, self._needs, self._world = sources, reach, needs, world
+        self._pools, self._pool = reach.pools, reach.pool(needs.cell, needs.column)
 
     def best(self, topology: Topology, hosts: Hosts) -> Routes:
         """The routes that take the least time; of those about as fast the ones tried first."""
         n = self._needs
+        number = hosts.number(n.instance, n.rank)
         volume = n.size.prod(axis=1) * n.itemsize
-        near = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[self._number]
+        near = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[number]
         scope = np.zeros_like(n.instance) if topology.between_instances else n.instance
-        groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], self._number, hosts.host, volume, near)
+        groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, near)
         best: tuple[float, Routes] | None = None
         tried: list[IntArray] = []
         for inside, between in SHAPES:
@@ -103,7 +110,8 @@ class _Router:
     def _seconds(self, routes: Routes, topology: Topology, hosts: Hosts) -> float:
         nbytes = routes.size.prod(axis=1) * self._needs.itemsize[routes.need]
         source = hosts.number(routes.src_instance, routes.src_rank)
-        loads = link_bytes(hosts, source, self._number[routes.need], nbytes)
+        target = hosts.number(self._needs.instance, self._needs.rank)[routes.need]
+        loads = link_bytes(hosts, source, target, nbytes)
         return float(link_seconds(topology, hosts, loads).max(initial=0.0))
 
     def routes(self, parent: IntArray) -> Routes:
@@ -113,7 +121,7 @@ class _Router:
         boxes = (np.take(n.offset, sent, axis=0), np.take(n.size, sent, axis=0))
         dealt = deal_boxes(self._pools, self._pool[sent], boxes, n.itemsize[sent], self._world)
         need = sent[dealt.item]
-        entry = self._sources.start[n.cell[need]] + self._member(need, dealt)
+        entry = self._reach.entry(n.cell[need], n.column[need], dealt.choice)
         rank, region = self._sources.rank[entry], self._sources.region[entry]
         if not passed.size:
             count = need.shape[0]
@@ -131,9 +139,3 @@ class _Router:
         )
         order = np.argsort(made.need, kind="stable")
         return Routes(*(np.take(getattr(made, name), order, axis=0) for name in Routes.__slots__))
-
-    def _member(self, need: IntArray, dealt: Dealt) -> IntArray:
-        """Which of the holders of the need's cell."""
-        if self._narrowed is None:
-            return dealt.choice
-        return np.asarray(self._narrowed.member[self._narrowed.first[need] + dealt.choice])

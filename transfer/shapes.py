@@ -1,9 +1,9 @@
 """Layouts of published models for given parallel sizes, without a model: for simulations and benchmarks.
 
-A trainer is `pp8xep32` (pipeline stages x expert-parallel ranks, and `xdp2` for copies of all that; dense weights of a
-stage are on all its ranks) or `fsdp64` (every tensor cut along its first dimension). Instances are `8x16`: eight of 16
-expert-parallel ranks, with redundant slots and a random placement. Shapes are those of the models' configurations on
-Hugging Face.
+A trainer is `pp8xep32` (pipeline stages x expert-parallel ranks; dense weights of a stage are on all its ranks) or
+`fsdp64` (every tensor cut along its first dimension), and `xdp2` after it for copies of all that. Instances are
+`8x16`: eight of 16 expert-parallel ranks, with redundant slots and a random placement. Shapes are those of the models'
+configurations on Hugging Face.
 """
 
 from __future__ import annotations
@@ -158,13 +158,14 @@ class _Rows:
 
 
 def trainer_tables(model: ModelShape, parallel: str, dtype: str = "bfloat16") -> list[RegionTable]:
-    """Tables of `pp8xep32`, `pp8xep32xdp2` or `fsdp64`. Raises LayoutError where that does not fit the model."""
-    fully = re.fullmatch(r"fsdp([1-9]\d{0,5})", parallel)
+    """Tables of `pp8xep32`, `fsdp64` or one of them with `xdp2` after it. Raises LayoutError where that does not fit
+    the model."""
+    fully = re.fullmatch(r"fsdp([1-9]\d{0,5})(?:xdp([1-9]\d{0,3}))?", parallel)
     if fully:
-        return _fully_sharded(model, int(fully[1]), dtype)
+        return _fully_sharded(model, int(fully[1]), dtype) * int(fully[2] or 1)
     found = re.fullmatch(r"pp([1-9]\d{0,3})xep([1-9]\d{0,3})(?:xdp([1-9]\d{0,3}))?", parallel)
     if not found:
-        raise LayoutError(f"trainer {parallel!r} is not of the form pp8xep32, pp8xep32xdp2 or fsdp64")
+        raise LayoutError(f"trainer {parallel!r} is not of the form pp8xep32 or fsdp64, with xdp2 after it for copies")
     stages, ranks, copies = int(found[1]), int(found[2]), int(found[3] or 1)
     if stages > model.layers or model.experts % ranks:
         raise LayoutError(
@@ -227,30 +228,39 @@ def random_placement(model: ModelShape, redundant: int, seed: int) -> IntArray:
 
 
 def instance_tables(
-    model: ModelShape, world: int, placement: IntArray, dense: str = "replicated", dtype: str = "bfloat16"
+    model: ModelShape,
+    world: int,
+    placement: IntArray,
+    dense: str = "replicated",
+    dtype: str = "bfloat16",
+    dense_ranks: int | None = None,
 ) -> list[RegionTable]:
     """Tables of one instance: `placement` (MoE layers, slots) dealt out to `world` expert-parallel ranks, dense weights
-    as one of DENSE_CUTS. Vectors and norms stay bfloat16 whatever the `dtype` is. Raises LayoutError."""
+    as one of DENSE_CUTS over groups of `dense_ranks` (all of them without it). Vectors and norms stay bfloat16 whatever
+    the `dtype` is. Raises LayoutError."""
     if placement.shape[1] % world:
         raise LayoutError(f"{placement.shape[1]} slots a layer do not divide evenly among {world} ranks of an instance")
     if dense not in DENSE_CUTS:
         raise LayoutError(f"dense weights {dense!r} are none of {', '.join(DENSE_CUTS)}")
     tensors = list(dense_tensors(model, range(model.layers)))
     slots = placement.reshape(placement.shape[0], world, -1)
-    return [_instance_rank(model, tensors, slots[:, rank], (rank, world), dense, dtype) for rank in range(world)]
+    group = dense_ranks or world
+    return [
+        _instance_rank(model, tensors, slots[:, rank], (rank % group, group), dense, dtype) for rank in range(world)
+    ]
 
 
 def _instance_rank(
     model: ModelShape, tensors: Sequence[Tensor], slots: IntArray, place: tuple[int, int], dense: str, dtype: str
 ) -> RegionTable:
-    rank, world = place
+    rank, group = place
     rows = _Rows(dtype)
     for tensor in tensors:
         if dense == "sharded":
-            rows.add(tensor, part=(rank, world, 0))
+            rows.add(tensor, part=(rank, group, 0))
         elif dense == "tensor" and tensor.cut >= 0:
-            pieces = min(world, tensor.parts)
-            rows.add(tensor, part=(rank * pieces // world, pieces, tensor.cut))
+            pieces = min(group, tensor.parts)
+            rows.add(tensor, part=(rank * pieces // group, pieces, tensor.cut))
         else:
             rows.add(tensor)
     for layer, experts in enumerate(slots.tolist()):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
-from weightcast.transfer.columns import concatenate, volumes
+from weightcast.transfer.columns import BoolArray, number_names, ranges, stable_order, volumes
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name
 from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.expert_names import NONE, parse_layers
 from weightcast.transfer.layout import IntArray, RegionTable, TensorTable, pad_boxes
 
 __all__ = ["UNKNOWN", "Pair", "Side", "join_sides"]
@@ -25,18 +27,24 @@ _SIZE_LIMIT = float(1 << 60)
 class Side:
     """All regions of the trainer or of one instance, ordered by (rank, region).
 
-    `name` is "" for the trainer. `rank`, `region` and `tensor` are (n,), `offset` and `size` (n, D); `tensor` numbers
-    the pair's tensors. Region i of rank r is row `first[r] + i`; `first` is (world + 1,). `dtype` (T,) has the side's
-    element types, UNKNOWN for tensors that it does not declare.
+    `name` is "" for the trainer. `rank`, `region`, `tensor` and `slot` are (n,), `offset` and `size` (n, D); `tensor`
+    numbers the pair's tensors. Region i of rank r is row `first[r] + i`; `first` is (world + 1,). `dtype` (T,) has the
+    side's element types, UNKNOWN for tensors that it does not declare; `declared` the pair's tensor for each of a
+    rank's `tables`. Instances with equal tables share all columns.
     """
 
     name: str
     first: IntArray
+    rank: IntArray
+    region: IntArray
     tensor: IntArray
     offset: IntArray
     size: IntArray
+    slot: IntArray
     dtype: IntArray
     fingerprints: tuple[str, ...]
+    tables: tuple[TensorTable, ...]
+    declared: tuple[IntArray, ...]
 
     @property
     def world(self) -> int:
@@ -46,12 +54,22 @@ class Side:
         return int(self.tensor.shape[0])
 
     @cached_property
-    def rank(self) -> IntArray:
-        return np.repeat(np.arange(self.world, dtype=np.int64), np.diff(self.first))
+    def volume(self) -> IntArray:
+        """(n,) elements of each region."""
+        return volumes(self.size)
 
     @cached_property
-    def region(self) -> IntArray:
-        return np.arange(len(self), dtype=np.int64) - self.first[self.rank]
+    def held(self) -> BoolArray:
+        """(T,) whether the side holds any element of each tensor."""
+        held = np.zeros(self.dtype.shape[0], dtype=np.bool_)
+        held[self.tensor[self.volume > 0]] = True
+        return held
+
+    def renamed(self, name: str) -> Side:
+        """The same columns under another name, with what was worked out from them already."""
+        twin = replace(self, name=name)
+        twin.__dict__.update(volume=self.volume, held=self.held)
+        return twin
 
     def __str__(self) -> str:
         return self.name or "the trainer"
@@ -59,28 +77,56 @@ class Side:
 
 @dataclass(frozen=True)
 class Pair:
-    """The trainer, the instances, and the logical tensors of both: `tensors` has the trainer's dtypes."""
+    """The trainer, the instances, and the logical tensors of both: `tensors` has the trainer's dtypes.
+
+    Tensors are ordered by layer: `layers` (L,) are the layer numbers in their names, ascending, first NONE for names
+    without one; those of layer `layers[i]` are rows `layer_start[i]` to `layer_start[i + 1] - 1`. `index` has the row
+    of each name.
+    """
 
     tensors: TensorTable
     trainer: Side
     instances: tuple[Side, ...]
+    layers: IntArray
+    layer_start: IntArray
+    index: Mapping[str, int]
+
+    @cached_property
+    def layer(self) -> IntArray:
+        """(T,) which of `layers` each tensor belongs to."""
+        return np.repeat(np.arange(self.layers.shape[0], dtype=np.int64), np.diff(self.layer_start))
 
 
 class _Names:
-    """Numbers names in order of first appearance."""
+    """Numbers the names of a pair: by layer, and within a layer in the order in which they first appear."""
 
-    def __init__(self) -> None:
-        self.index: dict[str, int] = {}
-        self._known: dict[tuple[str, ...], IntArray] = {}
+    def __init__(self, trainer: Sequence[RegionTable], instances: Iterable[Sequence[RegionTable]]) -> None:
+        self._number(trainer)
+        self._rows: dict[str, IntArray] = {}
+        for tables in instances:
+            try:
+                for table in tables:
+                    self.rows(table)
+            except KeyError:
+                # Only now, because an instance rarely has a tensor that the trainer does not have.
+                self._rows.clear()
+                self._number([*trainer, *(table for more in instances for table in more)])
 
-    def rows(self, names: tuple[str, ...]) -> IntArray:
-        rows = self._known.get(names)
+    def _number(self, tables: Sequence[RegionTable]) -> None:
+        distinct = {table.fingerprint: table.tensors.names for table in tables}
+        names = tuple(dict.fromkeys(chain.from_iterable(distinct.values())))
+        layer = parse_layers(names)
+        order = stable_order(layer - NONE, int(layer.max(initial=NONE)) - NONE + 1)
+        self.names = tuple(map(names.__getitem__, order.tolist()))
+        self.index = dict(zip(self.names, range(len(names)), strict=True))
+        self.layers, start = np.unique(layer[order], return_index=True)
+        self.layer_start = np.append(start, len(names)).astype(np.int64)
+
+    def rows(self, table: RegionTable) -> IntArray:
+        """The pair's tensor for each of a table's. Raises KeyError for an unknown name."""
+        rows = self._rows.get(table.fingerprint)
         if rows is None:
-            index = self.index
-            found = list(map(index.get, names))
-            if None in found:
-                found = [index.setdefault(name, len(index)) for name in names]
-            rows = self._known[names] = np.array(found, dtype=np.int64)
+            rows = self._rows[table.fingerprint] = number_names(self.index, table.tensors.names)
         return rows
 
 
@@ -98,11 +144,19 @@ def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[
     for name, tables in sides.items():
         if not tables:
             raise LayoutError(f"{name or 'the trainer'} has no ranks")
-    names = _Names()
-    rows = {name: [names.rows(table.tensors.names) for table in tables] for name, tables in sides.items()}
+    names = _Names(sides[""], [sides[name] for name in instances])
     width = max(table.tensors.width for tables in sides.values() for table in tables)
-    shapes = _Shapes(tuple(names.index), width)
-    joined = [_side(name, tables, rows[name], shapes) for name, tables in sides.items()]
+    shapes = _Shapes(names.names, width)
+    made: dict[tuple[str, ...], Side] = {}
+    joined: list[Side] = []
+    for name, tables in sides.items():
+        fingerprints = tuple(table.fingerprint for table in tables)
+        if name and fingerprints in made:
+            joined.append(made[fingerprints].renamed(name))
+            continue
+        joined.append(_side(name, tables, [names.rows(table) for table in tables], shapes))
+        if name:
+            made[fingerprints] = joined[-1]
     dtype = joined[0].dtype.copy()
     for side in joined[1:]:
         dtype = np.where(dtype == UNKNOWN, side.dtype, dtype)
@@ -113,7 +167,7 @@ def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[
         raise LayoutError(
             f"tensor {shapes.names[row]!r} of shape {list(tensors.spec(row).shape)} is too large to address"
         )
-    return Pair(tensors, joined[0], tuple(joined[1:]))
+    return Pair(tensors, joined[0], tuple(joined[1:]), names.layers, names.layer_start, names.index)
 
 
 class _Shapes:
@@ -146,11 +200,11 @@ class _Shapes:
 
 def _side(name: str, tables: list[RegionTable], rows: list[IntArray], shapes: _Shapes) -> Side:
     dtype = np.full(len(shapes.names), UNKNOWN, dtype=np.int64)
-    seen: set[int] = set()
+    seen: set[str] = set()
     for rank, (table, index) in enumerate(zip(tables, rows, strict=True)):
-        if id(table.tensors) in seen:
+        if table.fingerprint in seen:
             continue
-        seen.add(id(table.tensors))
+        seen.add(table.fingerprint)
         who = f"{name} rank {rank}" if name else f"trainer rank {rank}"
         shapes.add(table.tensors, index, who)
         known = dtype[index]
@@ -163,13 +217,18 @@ def _side(name: str, tables: list[RegionTable], rows: list[IntArray], shapes: _S
             )
         dtype[index] = table.tensors.dtype
     width = shapes.shape.shape[1]
-    none, no_boxes = np.empty(0, dtype=np.int64), np.empty((0, width), dtype=np.int64)
+    count = np.array([len(table) for table in tables], dtype=np.int64)
     return Side(
         name,
-        np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64),
-        concatenate([index[table.tensor] for table, index in zip(tables, rows, strict=True)], none),
-        concatenate([pad_boxes(table.offset, width, 0) for table in tables], no_boxes),
-        concatenate([pad_boxes(table.size, width, 1) for table in tables], no_boxes),
+        np.append(0, np.cumsum(count)),
+        np.repeat(np.arange(count.shape[0], dtype=np.int64), count),
+        ranges(np.zeros_like(count), count),
+        np.concatenate([index[table.tensor] for table, index in zip(tables, rows, strict=True)]),
+        np.concatenate([pad_boxes(table.offset, width, 0) for table in tables]),
+        np.concatenate([pad_boxes(table.size, width, 1) for table in tables]),
+        np.concatenate([table.slot for table in tables]),
         dtype,
         tuple(table.fingerprint for table in tables),
+        tuple(table.tensors for table in tables),
+        tuple(rows),
     )

@@ -15,7 +15,7 @@ from weightcast.transfer.layout import IntArray
 from weightcast.transfer.regions import Cells, decompose
 from weightcast.transfer.sides import Side
 
-__all__ = ["Dealt", "Pools", "Sources", "deal", "deal_boxes", "find_sources", "pool_sets", "same_host_first"]
+__all__ = ["Dealt", "Pools", "Sources", "deal", "deal_boxes", "find_sources", "pool_sets"]
 
 _EXACT_SIZES = 64
 """Up to so many distinct weights in a pool are dealt each on its own; more are taken together by powers of two."""
@@ -83,37 +83,6 @@ def pool_sets(start: IntArray, member: IntArray) -> tuple[IntArray, Pools]:
         starts.append(starts[-1][-1] + size * np.arange(1, distinct.shape[0] + 1))
         members.append(distinct.ravel())
     return pool, Pools(np.concatenate(starts), np.concatenate(members))
-
-
-@dataclass(frozen=True, slots=True)
-class Narrowed:
-    """Pools with fewer members, by item: member i of the new pool of an item is member `member[first[item] + i]` of its
-    old one."""
-
-    pools: Pools
-    pool: IntArray
-    first: IntArray
-    member: IntArray
-
-
-def same_host_first(pools: Pools, pool: IntArray, item_host: IntArray, rank_host: IntArray) -> Narrowed:
-    """Leaves to each item only those members of its pool that are on its host, where there are any.
-
-    `pool` and `item_host` are (n,), `rank_host` (world,).
-    """
-    order, begins = lex_sort([pool, item_host])
-    kind = np.empty(pool.shape[0], dtype=np.int64)
-    kind[order] = np.cumsum(begins) - 1
-    heads = order[begins]
-    count = np.diff(pools.start)[pool[heads]]
-    edge = ranges(pools.start[pool[heads]], count)
-    of = np.repeat(np.arange(heads.shape[0], dtype=np.int64), count)
-    near = rank_host[pools.rank[edge]] == item_host[heads][of]
-    some = np.bincount(of[near], minlength=heads.shape[0]) > 0
-    kept = near | ~some[of]
-    start = np.append(0, np.cumsum(np.bincount(of[kept], minlength=heads.shape[0])))
-    number, narrowed = pool_sets(start, pools.rank[edge[kept]])
-    return Narrowed(narrowed, number[kind], start[kind], (edge - pools.start[pool[heads]][of])[kept])
 
 
 def deal(pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None = None) -> IntArray:

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 
-from weightcast.transfer.columns import BoolArray
+from weightcast.transfer.columns import BoolArray, volumes
 from weightcast.transfer.layout import IntArray
-from weightcast.transfer.regions import overlaps, uncovered
+from weightcast.transfer.plan import Rows
+from weightcast.transfer.regions import overlaps
 from weightcast.transfer.sides import Side
 
-__all__ = ["box_text", "outside", "region_rows", "tiling_fault"]
+__all__ = [
+    "EVERYTHING",
+    "Scope",
+    "box_text",
+    "filled",
+    "outside",
+    "region_rows",
+    "rows_at",
+    "same_columns",
+    "spans",
+    "tiling_fault",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a plan is a plan for: `tensors` (T,) and `instances`, None for all of them."""
+
+    tensors: BoolArray | None = None
+    instances: frozenset[int] | None = None
+
+    def has(self, instance: int) -> bool:
+        """Whether an instance is in the scope."""
+        return self.instances is None or instance in self.instances
+
+    def wanted(self, held: BoolArray) -> BoolArray:
+        """(T,) the tensors of the scope among those held."""
+        return held if self.tensors is None else held & self.tensors
+
+
+EVERYTHING = Scope()
 
 
 def region_rows(side: Side, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
@@ -39,17 +73,45 @@ def tiling_fault(
 ) -> tuple[tuple[int, int] | None, int | None]:
     """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is.
 
-    `wanted` (len(side),) says which regions have to be filled; all of them without it.
+    `wanted` (T,) are the tensors whose regions have to be filled; all of them without it.
     """
     writes = np.bincount(row, minlength=len(side))
     shared = np.flatnonzero(writes[row] > 1)
-    a, b = overlaps(row[shared], np.take(offset, shared, axis=0), np.take(size, shared, axis=0))
-    if a.size:
-        return (int(shared[a[0]]), int(shared[b[0]])), None
-    short = uncovered(row, offset, size, side.size)
-    if wanted is not None:
-        short = short[wanted[short]]
+    if shared.size:
+        a, b = overlaps(row[shared], np.take(offset, shared, axis=0), np.take(size, shared, axis=0))
+        if a.size:
+            return (int(shared[a[0]]), int(shared[b[0]])), None
+    short = np.flatnonzero(filled(row, size, len(side)) != side.volume)
+    if short.size and wanted is not None:
+        short = short[wanted[side.tensor[short]]]
     return None, int(short[0]) if short.size else None
+
+
+def filled(key: IntArray, size: IntArray, keys: int) -> IntArray:
+    """(keys,) elements in the boxes of each key."""
+    elements = np.zeros(keys, dtype=np.int64)
+    np.add.at(elements, key, volumes(size))
+    return elements
+
+
+def spans(instance: IntArray, first: int, count: int) -> list[IntArray | slice]:
+    """The rows of each of the instances `first`, `first` + 1 ...: slices where rows are ordered by instance."""
+    numbers = np.arange(first, first + count)
+    if (instance[1:] >= instance[:-1]).all():
+        begin = np.searchsorted(instance, numbers).tolist()
+        end = np.searchsorted(instance, numbers, side="right").tolist()
+        return [slice(b, e) for b, e in zip(begin, end, strict=True)]
+    return [np.flatnonzero(instance == number) for number in numbers.tolist()]
+
+
+def rows_at(table: Rows, rows: IntArray | slice) -> Rows:
+    """Some rows of a table, not copied where they are a slice."""
+    return table.between(rows.start, rows.stop) if isinstance(rows, slice) else table.take(rows)
+
+
+def same_columns(left: Rows, right: Rows, names: Iterable[str]) -> bool:
+    """Whether two tables have the same values in these columns."""
+    return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
 def box_text(offset: IntArray, size: IntArray) -> str:
