@@ -11,6 +11,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightcast.adapters.checkpoint_names import (
@@ -22,6 +23,7 @@ from weightcast.adapters.checkpoint_names import (
     transformers_names,
     unchanged_names,
 )
+from weightcast.adapters.live_memory import plain_memory, this_rank
 from weightcast.adapters.lora import Adapted, LoraMode, inner_model, split_adapters
 from weightcast.adapters.mesh_runs import Cut, Run, possible_runs, total
 from weightcast.transfer.errors import DescribeError
@@ -181,27 +183,14 @@ def _runs_of_dim(name: str, tensor: Any, dim: int, cuts: list[Cut], local: torch
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its autograd; refused when it is not ordinary strided memory."""
-    import torch
-
-    plain = tensor.detach()
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise _refused(name, tensor, f"a {type(plain).__name__} is not plain memory")
-    if plain.is_quantized:
-        raise _refused(name, tensor, f"its dtype {plain.dtype} is quantised; describe the tensors of the checkpoint")
-    if plain.layout != torch.strided:
-        raise _refused(name, tensor, f"its layout {plain.layout} is not strided")
-    return plain
+    return plain_memory(tensor, partial(_refused, name, tensor))
 
 
 def _refused(name: str, tensor: torch.Tensor, why: str) -> DescribeError:
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     placements = getattr(tensor, "placements", None)
     mesh = f" on mesh {tuple(tensor.device_mesh.shape)}" if placements is not None else ""  # type: ignore[attr-defined]
     placed = f", placements {tuple(placements)}{mesh}" if placements is not None else ""
-    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {rank}{placed}: {why}")
+    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {this_rank()}{placed}: {why}")
 
 
 def _reshard(model: nn.Module) -> None:

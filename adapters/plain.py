@@ -6,10 +6,12 @@ import mmap
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcast.adapters.checkpoint import stored_tensors
+from weightcast.adapters.live_memory import plain_memory
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_code, to_torch
 from weightcast.transfer.errors import DescribeError, LayoutError
 from weightcast.transfer.layout import LayoutBuilder, LayoutNotes, RankLayout
@@ -33,13 +35,8 @@ class PlainSource:
         """One region a tensor. Raises DescribeError naming a tensor that is not plain strided memory."""
         builder = LayoutBuilder()
         for name, tensor in self._tensors.items():
-            view = tensor.detach()
-            try:
-                builder.add(name, view.shape, (0,) * view.dim(), view)
-            except (LayoutError, NotImplementedError, RuntimeError) as error:
-                raise DescribeError(
-                    f"tensor {name!r} ({type(tensor).__name__}) is not plain strided memory: {error}"
-                ) from error
+            view = plain_memory(tensor, partial(_refused, name))
+            builder.add(name, view.shape, (0,) * view.dim(), view)
         return builder.build(notes=LayoutNotes(parameter_bytes=sum(t.nbytes for t in self._tensors.values())))
 
 
@@ -86,6 +83,10 @@ class CheckpointSource:
             builder.add(name, shape, (0,) * len(shape), view)
             held += view.nbytes
         return builder.build(notes=LayoutNotes(parameter_bytes=held))
+
+
+def _refused(name: str, why: str) -> DescribeError:
+    return DescribeError(f"tensor {name!r}: {why}")
 
 
 def _mapped(path: Path) -> torch.UntypedStorage:

@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
         "--trainer-prelude",
         type=Path,
         metavar="FILE",
-        help="Python file that each trainer process runs first, such as what Megatron needs on a machine without a GPU",
+        help="Python file that each trainer process runs first; Megatron needs one to run on the CPU",
     )
     parser.add_argument("--versions", type=int, default=3, help="versions to sync (3)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps a version (20)")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rebuild_support import rows_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weightcast.adapters.fsdp import FsdpSource
-from weightcast.transfer.layout import RankLayout
 
 Truth = dict[str, torch.Tensor] | None
 OPTIONS: dict[str, dict[str, Any]] = {"lora_merged": {"lora": "merged"}, "lora_separate": {"lora": "separate"}}
@@ -234,6 +234,15 @@ def offloaded(rank: int, world: int) -> tuple[nn.Module, Truth]:
     return model, truth
 
 
+def data_parallel(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """DDP: every rank holds everything."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(qwen3_moe())
+    step(model)
+    return model, exported(model.module, qwen3_moe())
+
+
 def _with_lora() -> Any:
     """Adapters on two kinds of layers, random where PEFT starts with zeros."""
     from peft import LoraConfig, get_peft_model
@@ -352,7 +361,7 @@ def tp_fsdp_uneven(rank: int, world: int) -> tuple[nn.Module, Truth]:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    2: (tied_dense, deepseek_after_forward, ignored_and_plain, offloaded, lora_merged, lora_separate),
+    2: (tied_dense, deepseek_after_forward, ignored_and_plain, data_parallel, offloaded, lora_merged, lora_separate),
     3: (fsdp_moe_4_experts, fsdp_fused_rows),
     4: (fsdp_moe, hsdp_moe, tp_fsdp_dense, ep_fsdp_moe, mesh_layouts),
     6: (tp_fsdp_uneven,),
@@ -368,18 +377,8 @@ def run_cases(rank: int, world: int, port: int, folder: str) -> None:
             source = FsdpSource(model, **OPTIONS.get(case.__name__, {}))
             layout = source.describe()
             assert source.describe().table.fingerprint == layout.table.fingerprint
-            torch.save(rows(layout), f"{folder}/{case.__name__}.{rank}")
+            torch.save(rows_of(layout), f"{folder}/{case.__name__}.{rank}")
             if rank == 0:
                 torch.save(truth, f"{folder}/{case.__name__}.truth")
     finally:
         dist.destroy_process_group()
-
-
-def rows(layout: RankLayout) -> list[Any]:
-    """(tensor, global shape, offset, bytes) of every region."""
-    found = []
-    for i in range(len(layout.table)):
-        region = layout.table.region(i)
-        shape = layout.table.tensors.spec(int(layout.table.tensor[i])).shape
-        found.append((region.tensor, shape, region.offset, layout.view(i).clone()))
-    return found

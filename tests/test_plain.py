@@ -39,7 +39,7 @@ def test_parameters_that_require_grad_are_described() -> None:
 
 
 def test_sparse_memory_is_named() -> None:
-    with pytest.raises(DescribeError, match=r"tensor 's' \(Tensor\) is not plain strided memory"):
+    with pytest.raises(DescribeError, match=r"tensor 's': its layout torch.sparse_coo is not strided"):
         PlainSource({"s": torch.eye(3).to_sparse()}).describe()
 
 
