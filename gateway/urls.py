@@ -29,7 +29,7 @@ def check_url(whose: str, url: str, of: str) -> None:
 
 
 def transport_to(url: str) -> httpx.BaseTransport | None:
-    """How a gateway at `url` is reached, None for HTTP. Raises InputError unless it is http, https or ray with a host."""
+    """How a gateway at `url` is reached, None for HTTP. Raises InputError for another address than http, https, ray."""
     if not url.startswith("ray://"):
         check_url("gateway ", url, "the gateway")
         return None
