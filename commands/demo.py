@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
         "--trainer-prelude",
         type=Path,
         metavar="FILE",
-        help="Python file that each trainer process runs first, such as what Megatron needs on a machine without a GPU",
+        help="Python file that each trainer process runs first; Megatron needs one to run on the CPU",
     )
     parser.add_argument("--versions", type=int, default=3, help="versions to sync (3)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps a version (20)")
@@ -52,6 +52,13 @@ def add(commands: Commands) -> None:
         action="append",
         metavar="JSON",
         help='an SGLang server, repeatable: {"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}',
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="as actors of the Ray cluster at ADDRESS, or of one on this machine that ends with the demo",
     )
     parser.add_argument(
         "--colocated",
@@ -87,6 +94,7 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
         dtype=arguments.dtype,
         servers=servers,
         deadline=arguments.deadline,
+        ray=arguments.ray,
         share=arguments.colocated,
     )
 

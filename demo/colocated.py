@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from weightcast.demo.training import FsdpTraining, Training
-from weightcast.gateway.memory_dance import MemoryDance, SGLangMemory, StepReport
+from weightcast.gateway.engine_memory import SGLangMemory
+from weightcast.gateway.memory_dance import MemoryDance, StepReport
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -33,16 +33,15 @@ _WITHOUT_KERNELS: dict[str, Any] = {
 
 
 def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> None:
-    """Raises InputError when there is no Megatron-Core, no GPU, or the model is not one that can be built here."""
-    import torch
+    """Raises InputError when there is no Megatron-Core, no prelude, or the model is not one that can be built here."""
     from transformers import AutoConfig
 
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise InputError("Megatron-Core is not installed: pip install 'weightcast[megatron]'")
-    if config.prelude is None and not torch.cuda.is_available():
+    if config.prelude is None:
         raise InputError(
-            "Megatron-Core does not run on a machine without a GPU; give --trainer-prelude a file that replaces "
-            "what it is missing, for example tests/megatron_cpu.py of weightcast's source"
+            "the demo trains on the CPU, where Megatron-Core does not run by itself: give --trainer-prelude a file "
+            "that replaces what is missing, for example tests/megatron_cpu.py of weightcast's source"
         )
     if config.trainers % mesh.ranks:
         raise InputError(f"{mesh} takes a multiple of {mesh.ranks} trainer processes, not {config.trainers}")

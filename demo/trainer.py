@@ -9,9 +9,8 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from weightcast.demo.colocated import DemoHooks, make_dance
 from weightcast.demo.config import DemoConfig
@@ -19,13 +18,13 @@ from weightcast.demo.model import PARTS, prompt_ids, text_batches
 from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import make_training
 from weightcast.gateway.engines import one_line
-from weightcast.gateway.memory_dance import StepReport
+from weightcast.gateway.memory_dance import MemoryDance, StepReport
 from weightcast.transfer.errors import UpdateError, WeightcastError
 
 if TYPE_CHECKING:
     from weightcast.gateway.worker import UpdateResult
 
-__all__ = ["Reference", "train"]
+__all__ = ["Pipe", "Place", "Reference", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +47,34 @@ class Reference:
     steps: list[StepReport]
 
 
-def train(
-    rank: int, config: DemoConfig, model: Path, url: str, engines: dict[str, str], port: int, pipe: Connection
-) -> None:
-    """Body of trainer process `rank`. Rank 0 sends a Reference a version, and answers lists of tokens with
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trainer rank is: its number, its address, and HOST:PORT where rank 0 brings all together."""
+
+    rank: int
+    address: str
+    rendezvous: str
+
+
+class Pipe(Protocol):
+    """One end of a conversation, as a Connection is."""
+
+    def send(self, what: Any, /) -> None:
+        """Says something."""
+
+    def recv(self) -> Any:
+        """Waits for what the other end says."""
+
+
+def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -> None:
+    """Body of a trainer process. Rank 0 sends a Reference a version, and answers lists of tokens with
     log-probabilities.
 
     All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
-    stand still.
+    stand still. With `config.share` rank 0 is first told where the engines are, which take part in the memory dance.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    rank = place.rank
     log = config.work / f"trainer-{rank}.log"
     with log.open("wb") as out:  # frameworks print and warn a lot
         os.dup2(out.fileno(), 1)
@@ -71,12 +88,12 @@ def train(
             runpy.run_path(str(config.prelude), run_name="weightcast_prelude")
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"tcp://{place.rendezvous}",
             rank=rank,
             world_size=config.trainers,
             timeout=timedelta(seconds=config.deadline),
         )
-        _run(rank, config, model, url, engines, pipe)
+        _run(place, config, model, url, pipe)
     except Exception as error:
         traceback.print_exc()
         if not isinstance(error, WeightcastError):
@@ -91,8 +108,9 @@ def train(
             dist.destroy_process_group()
 
 
-def _run(rank: int, config: DemoConfig, folder: Path, url: str, engines: dict[str, str], pipe: Connection) -> None:
+def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -> None:
     """Version after version, the checkpoint as version 0."""
+    rank = place.rank
     import torch
     import torch.distributed as dist
 
@@ -110,6 +128,7 @@ def _run(rank: int, config: DemoConfig, folder: Path, url: str, engines: dict[st
         training.source,
         rank=rank,
         world_size=config.trainers,
+        address=place.address,
         deadline=config.deadline,
         share=config.share,
     )
@@ -124,7 +143,10 @@ def _run(rank: int, config: DemoConfig, folder: Path, url: str, engines: dict[st
         return batches[(version - 1) % PARTS]
 
     hooks = DemoHooks(training, batch, config.steps, update, config.work / f"optimizer-{rank}.pt")
-    dance = make_dance(hooks, engines, rank, config.deadline) if config.share is not None else None
+    dance: MemoryDance | None = None
+    if config.share is not None:
+        engines = pipe.recv() if rank == 0 else dict.fromkeys((s.name for s in config.servers), url)
+        dance = make_dance(hooks, engines, rank, config.deadline)
     for version in range(config.versions + 1):
         steps: list[StepReport] = []
         if version > 0 and dance is not None:

@@ -42,8 +42,13 @@ _STATUS: tuple[tuple[type[WeightcastError], int], ...] = (
 
 
 def _error_response(error: WeightcastError) -> JSONResponse:
-    status = next(code for kind, code in _STATUS if isinstance(error, kind))
-    return JSONResponse({"error": type(error).__name__, "message": str(error)}, status_code=status)
+    return _refusal(type(error).__name__, str(error), next(code for kind, code in _STATUS if isinstance(error, kind)))
+
+
+def _refusal(error: str, message: str, status: int) -> JSONResponse:
+    """One line of text that can be encoded, whatever was quoted in it."""
+    line = " ".join(message.encode("utf-8", "backslashreplace").decode().split())
+    return JSONResponse({"error": error, "message": line}, status_code=status)
 
 
 def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
@@ -55,7 +60,14 @@ def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
         yield
         await gateway.close()
 
-    app = FastAPI(title="weightcast gateway", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="weightcast gateway",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     add_routes(app, gateway)
 
     def needs(scope: Scope) -> Access:
@@ -75,13 +87,12 @@ def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        message = " ".join(f"{where}: {first['msg']}".split())[:1000]
-        return JSONResponse({"error": "InputError", "message": message}, status_code=422)
+        return _refusal("InputError", f"{where}: {first['msg']}"[:1000], 422)
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> JSONResponse:
-        message = " ".join(f"{request.method} {request.url.path}: {error.detail}".split())[:1000]
-        return JSONResponse({"error": "ControlError", "message": message}, status_code=error.status_code)
+        message = f"{request.method} {request.url.path}: {error.detail}"[:1000]
+        return _refusal("ControlError", message, error.status_code)
 
     return app
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +21,10 @@ __all__ = [
     "ReadyBody",
     "RendezvousBody",
 ]
+
+
+MAX_LAYERS = 10_000
+Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
 
 class _Body(BaseModel):
@@ -86,14 +90,14 @@ class ReadyBody(_Body):
     """
 
     stale: str = Field(default="", max_length=10_000)
-    layers: list[int] | None = Field(default=None, max_length=100_000)
+    layers: list[Layer] | None = Field(default=None, max_length=MAX_LAYERS)
 
 
 class MovedBody(_Body):
     """Layers whose placement changed during the transfer of `version`."""
 
     version: int = Field(ge=0, lt=1 << 62)
-    layers: list[int] = Field(min_length=1, max_length=100_000)
+    layers: list[Layer] = Field(min_length=1, max_length=MAX_LAYERS)
 
 
 class BeatBody(_Body):

@@ -20,7 +20,7 @@ from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.replan import Planner
 from weightcast.transfer.topology import Hosts
 
-__all__ = ["connect", "connect_instances", "watched"]
+__all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -31,10 +31,10 @@ async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
         pair.acting = pair.generation
         instances = pair.present
         try:
-            await _merge_trainer(pair)
-        except WeightcastError as error:
+            await merge_trainer_reports(pair)
+        except Exception as error:  # whatever it is, the ranks have to be told
             for instance in instances:
-                await _connect_failed(pair, instance, error)
+                await _connect_failed(pair, instance, as_weightcast_error(error))
         else:
             await connect_instances(pair, instances, gateway_host, gateway_port)
         pair.let_go()
@@ -61,7 +61,11 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
         else:
             good[instance.name] = instance.layout = layout
     if good:
-        await _plan(pair, good)
+        try:
+            await _plan(pair, good)
+        except Exception as error:
+            for name in good:
+                await _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
     await asyncio.gather(*(_finish_connect(pair, i, calls[i.name]) for i in instances))
 
 
@@ -74,7 +78,8 @@ async def _engine_connect(instance: Instance, host: str, port: int) -> None:
             instance.failure = error
 
 
-async def _merge_trainer(pair: Pair) -> None:
+async def merge_trainer_reports(pair: Pair) -> None:
+    """The trainer's layout, once all of its ranks have registered. Raises DeadlineError naming who has not."""
     if pair.trainer_layout is None:
         await pair.wait(
             lambda: len(pair.trainer_reports) == pair.spec.trainer_world,

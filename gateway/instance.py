@@ -194,7 +194,6 @@ class Instance(Side):
             self.store.save_soon(self.saved())
         self.identities[rank] = identity
         self.reports[rank] = report
-        self.hear(rank, time.monotonic())
         await self.notify()
         return committed
 
@@ -256,6 +255,8 @@ class Instance(Side):
     async def join(self, epoch: int, member: str) -> None:
         """A member of the communicator has joined it."""
         self.check_epoch(epoch)
+        if member not in self.members:
+            raise InputError(f"{member!r} is no member of the communicator of instance {self.name}")
         self.joined.add(member)
         await self.notify()
 

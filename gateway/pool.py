@@ -22,6 +22,8 @@ __all__ = ["Gateway"]
 
 log = logging.getLogger("weightcast.gateway")
 
+MAX_PAIRS = 1000
+"""What a gateway keeps in memory has an end."""
 LISTEN_SECONDS = 0.5
 """How often it is found out who is no longer heard from."""
 
@@ -70,6 +72,8 @@ class Gateway:
             if known.spec != spec:
                 raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
             return known
+        if len(self.pairs) >= MAX_PAIRS:
+            raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
         for name, engine in spec.instances.items():
             self._check_free(name, engine)
         pair = Pair(spec, self.store, self.metrics.updated)

@@ -28,6 +28,8 @@ __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+MAX_INSTANCES = 10_000
+"""How many names of instances a pair remembers, those that have left too."""
 KEPT_RESULTS = 100
 """How many updates back a result can be asked for."""
 
@@ -110,7 +112,6 @@ class Pair(Side):
             self._new_generation(rank)
         self.trainer_reports[rank] = report
         self._starts[rank] = start
-        self.hear(rank, time.monotonic())
         await self.notify()
         return self.generation
 
@@ -228,6 +229,8 @@ class Pair(Side):
             if known.spec == spec:
                 return known
             raise ControlError(f"pair {self.spec.name} has an instance {name} already; it has to leave first")
+        if known is None and len(self.instances) >= MAX_INSTANCES:
+            raise ControlError(f"pair {self.spec.name} has had {len(self.instances)} instances; make another pair")
         if known is not None and known.leaving:
             raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
         if spec.url and spec.url in [i.spec.url for i in self.present]:

@@ -10,7 +10,7 @@ from weightcast.transfer.errors import InputError
 
 __all__ = ["Settings"]
 
-_COUNTS = ("replans", "resends")
+_COUNTS = ("replans", "resends", "retries")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class Settings:
     and nobody waits for it any longer. Ranks try to reach a gateway that was there before for `outage`.
 
     `replans` is how often an update starts anew because a layout changed before a byte was written, `resends` how often
-    layers are sent again because their placement changed while they were sent.
+    layers are sent again because their placement changed while they were sent, `retries` how often all is sent again
+    because a connection was lost.
     """
 
     offer: float = 600.0
@@ -41,6 +42,7 @@ class Settings:
     outage: float = 30.0
     replans: int = 2
     resends: int = 3
+    retries: int = 1
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
@@ -73,4 +75,4 @@ class Settings:
     def longest(self) -> float:
         """Seconds within which the gateway has decided an update, whatever happens: all of its own deadlines."""
         attempt = self.register + self.join + self.prepare + self.transfer + self.verify + 6 * self.engine
-        return self.offer + (1 + self.replans + self.resends) * attempt + 4 * self.clean_up
+        return self.offer + (1 + self.replans + self.resends + self.retries) * attempt + 4 * self.clean_up

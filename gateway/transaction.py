@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable
 
 from weightcast.gateway.agreement import Agreement
-from weightcast.gateway.coordinator import connect_instances, watched
+from weightcast.gateway.coordinator import connect_instances, merge_trainer_reports, watched
 from weightcast.gateway.instance import Instance, absent
 from weightcast.gateway.merge import InstanceLayout
 from weightcast.gateway.pairs import Event, Phase, advance, check_version
@@ -25,8 +25,10 @@ from weightcast.gateway.service import Pair, as_weightcast_error
 from weightcast.gateway.verify import DigestCounts, compare_digests
 from weightcast.transfer.errors import (
     ControlError,
+    DeadlineError,
     PairStateError,
     StalePlanError,
+    TransferError,
     UpdateError,
     VersionError,
     WeightcastError,
@@ -48,6 +50,7 @@ async def update(pair: Pair, version: int, host: str, port: int) -> None:
         instances = pair.present
         try:
             await pair.offered(version)
+            await merge_trainer_reports(pair)
         except WeightcastError as error:
             records = [await _refuse(pair, instance, version, error) for instance in instances]
         else:
@@ -75,7 +78,7 @@ class _Update:
     def __init__(self, pair: Pair, instance: Instance, version: int, host: str, port: int, together: Agreement) -> None:
         self._pair, self._instance, self._version = pair, instance, version
         self._host, self._port, self._together = host, port, together
-        self._attempts = self._resends = 0
+        self._attempts = self._resends = self._retries = 0
         self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
 
     async def run(self) -> UpdateRecord:
@@ -125,7 +128,7 @@ class _Update:
                     raise  # nobody said which layers: only a full update can clear the fence
                 await self._best_effort("end the session", instance.driver.end())
                 instance.on(Event.CANCEL, reason=str(stale))
-                if self._attempts - self._resends > settings.replans:
+                if self._attempts - self._resends - self._retries > settings.replans:
                     raise
                 log.warning("instance %s: %s; planning anew", instance.name, stale, extra=self._where)
                 await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
@@ -140,9 +143,24 @@ class _Update:
                 log.warning("instance %s: %s; sending them again", instance.name, moved, extra=self._where)
                 layers = {layer for reported in instance.moved.values() for layer in reported}
                 instance.resend = layers if instance.resend is None else instance.resend | layers
-                await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
-                instance.on(Event.RESEND, reason=str(moved))
-                instance.clear_epoch()
+                await self._send_again(moved)
+            except TransferError as lost:
+                if isinstance(lost, DeadlineError) or instance.record.phase is not Phase.TRANSFERRING:
+                    raise  # who is late would be late again
+                if self._retries == settings.retries:
+                    raise
+                self._retries += 1
+                log.warning("instance %s: %s; connecting anew", instance.name, lost, extra=self._where)
+                instance.resend = None
+                await self._best_effort("end the session", instance.driver.end())
+                await self._send_again(lost)
+
+    async def _send_again(self, why: WeightcastError) -> None:
+        """The instance is described, planned and joined anew, and stays fenced; the update goes on."""
+        instance = self._instance
+        await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
+        instance.on(Event.RESEND, reason=str(why))
+        instance.clear_epoch()
 
     async def _reconnect_if_needed(self) -> None:
         pair, instance = self._pair, self._instance

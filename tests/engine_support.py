@@ -22,7 +22,7 @@ from weightcast.gateway.records import CommitPolicy, Order, PairSpec, UpdateReco
 from weightcast.gateway.service import Pair
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.columns import volumes
-from weightcast.transfer.errors import EngineError, VersionError, WeightcastError
+from weightcast.transfer.errors import EngineError, PairStateError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport, Region, TensorSpec
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.residues import PRIME
@@ -56,7 +56,7 @@ class Engine:
     `late` to seconds that this, or the answer when its ranks are done, takes. `stale` is how many prepares find that
     something changed, `stale_after` the same after the first transfer, `moves` how many transfers find that a placement
     moved under them, `corrupt` a rank whose digests are wrong, `silent` one that reports none, `dies` one that fails
-    while receiving.
+    while receiving, with an error of the class `dying`, the first `lives` times if that is not 0.
     """
 
     def __init__(self, pair: Pair, name: str, ranks: Sequence[Sequence[Region]]) -> None:
@@ -67,6 +67,8 @@ class Engine:
         self.stale = self.stale_after = self.moves = 0
         self.layers: list[tuple[int, ...] | None] = []
         self.corrupt = self.silent = self.dies = -1
+        self.dying: type[WeightcastError] = EngineError
+        self.lives = 0
         self.parts: list[RankPart] = []
         self.epoch = 0
         self.received: int | None = None
@@ -127,8 +129,11 @@ class Engine:
             self.received = order.version
             self.layers.append(order.layers)
             if self.dies >= 0:
-                error = EngineError("memory is gone")
-                await self.instance.fail_rank(self.epoch, f"{self.name} rank {self.dies}", error)
+                error = self.dying("memory is gone")
+                self.lives -= 1
+                if not self.lives:
+                    self.dies = -1
+                await self.instance.fail_rank(self.epoch, f"{self.name} rank 1", error)
                 raise EngineError(f"instance {self.name}: {error}")
         finally:
             await asyncio.sleep(self.late.get("transfer", 0.0))
@@ -192,7 +197,7 @@ class Trainer:
             elif order.action == "run" and not self.silent:
                 await asyncio.sleep(0.01)
                 assert order.version is not None
-                with suppress(VersionError):  # it came too late: somebody else has failed
+                with suppress(VersionError, PairStateError):  # it came too late: somebody else has failed
                     await self._send(name, order.epoch, order.version)
             # An "end" without a version calls an attempt off; the update goes on.
             if order.action in last and not (order.action == "end" and order.version is None):

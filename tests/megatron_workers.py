@@ -7,7 +7,10 @@ Transformers model computes.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +52,10 @@ class Case:
         options = [name for name in ("mtp", "overlap", "forward") if getattr(self, name)]
         return "-".join([self.checkpoint, mesh, *options])
 
+    def ranks(self) -> tuple[int, int, int, int, int]:
+        """How many there are in each direction; no virtual stages are 0."""
+        return self.tp, self.pp, self.vp or 0, self.ep, self.tp if self.etp is None else self.etp
+
     @property
     def family(self) -> str:
         return "llama" if self.checkpoint.startswith("llama") else self.checkpoint
@@ -88,27 +95,31 @@ def run_cases(rank: int, world: int, port: int, folder: str, names: list[str]) -
     megatron_cpu.install_bridge()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    for case in CASES:
-        if str(case) in names:
-            _run(case, rank, Path(folder))
-            dist.barrier()
+    cases = sorted((case for case in CASES if str(case) in names), key=Case.ranks)
+    for mesh, alike in itertools.groupby(cases, key=Case.ranks):
+        # Some thirty process groups, which take longer than most cases.
+        with _groups(*mesh):
+            for case in alike:
+                torch.manual_seed(5)
+                (_forward if case.forward else _exported)(case, rank, Path(folder))
+                dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(case: Case, rank: int, folder: Path) -> None:
+@contextmanager
+def _groups(tp: int, pp: int, vp: int, ep: int, etp: int) -> Iterator[None]:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp or None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         create_gloo_process_groups=False,
     )
     try:
-        torch.manual_seed(5)
-        (_forward if case.forward else _exported)(case, rank, folder)
+        yield
     finally:
         parallel_state.destroy_model_parallel()
 

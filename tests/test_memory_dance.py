@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from weightcast.gateway.engine_memory import SGLangMemory
 from weightcast.gateway.engines import EngineSpec, SGLangDriver
-from weightcast.gateway.memory_dance import ORDER, MemoryDance, MemoryUse, SGLangMemory, check_order
+from weightcast.gateway.memory_dance import ORDER, MemoryDance, MemoryUse, check_order
 from weightcast.transfer.errors import EngineError, InputError, PairStateError, UpdateError
 
 NAMES = {"/pause_generation": "pause", "/continue_generation": "continue"}

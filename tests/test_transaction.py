@@ -14,7 +14,15 @@ from engine_support import STEPS, A, B, Engine, connected
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.pairs import Phase
-from weightcast.transfer.errors import ControlError, EngineError, InputError, VersionError
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    EngineError,
+    InputError,
+    TransferError,
+    VersionError,
+    WeightcastError,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +100,39 @@ def test_a_change_before_the_layers_go_out_again_adds_to_them() -> None:
         record = await play.update(2)
         assert (record.committed, record.attempts, record.resends) == (True, 3, 1)
         assert play.engine.layers == [None, (0, 1)]
+
+    asyncio.run(run())
+
+
+# ---- a connection is lost
+
+
+def test_a_lost_connection_makes_all_go_out_again_over_a_new_one() -> None:
+    async def run() -> None:
+        play = await connected(A, B)
+        play.engine.dies, play.engine.dying, play.engine.lives = 1, TransferError, 1
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.attempts, record.resends) == (True, 2, 0)
+        assert play.engine.layers == [None, None]
+        assert play.engine.calls == [*STEPS[:4], "disconnect", "connect", *STEPS]
+        assert play.engines[B].calls == STEPS
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("error", "transfers"), [(TransferError, 2), (DeadlineError, 1), (EngineError, 1)])
+def test_what_is_not_tried_again(error: type[WeightcastError], transfers: int) -> None:
+    """A connection that is lost a second time, somebody who is late, and an engine that says no."""
+
+    async def run() -> None:
+        play = await connected()
+        play.engine.dies, play.engine.dying = 1, error
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.fenced, record.attempts) == (False, True, transfers)
+        assert play.engine.layers == [None] * transfers
+        assert record.reason == f"{A} rank 1: memory is gone"
 
     asyncio.run(run())
 
