@@ -182,10 +182,11 @@ class _Watch:
 
     def report(self) -> TransferReport:
         s = self._schedule
+        pack, exchange, unpack, replicate = (self._spent[phase] for phase in _PHASES)
+        total = sum(self._spent.values())
         made = TransferReport(
-            s.bytes_sent, s.bytes_received, s.bytes_copied, len(s.rounds), *self._spent.values(),
-            sum(self._spent.values()),
-        )  # fmt: skip
+            s.bytes_sent, s.bytes_received, s.bytes_copied, len(s.rounds), pack, exchange, unpack, replicate, total
+        )
         self._log(logging.INFO, f"moved {self._moved} bytes in {made.seconds:.3f} s")
         return made
 
