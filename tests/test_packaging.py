@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-PACKAGE_FOLDERS = ("adapters", "commands", "demo", "gateway", "transfer")
+PACKAGE_FOLDERS = ("adapters", "cluster", "commands", "demo", "gateway", "transfer")
 NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs", "requirements", "sgl_kernel", "sglang_cpu_shims", "deep_ep")
 
 # Modules that may import torch when they are imported; every other module must work where torch is not installed.
