@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.errors import StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
@@ -20,7 +19,6 @@ from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
-from weightcast.transfer.wire import DigestReport
 
 __all__ = [
     "Change",
@@ -28,7 +26,6 @@ __all__ = [
     "Waits",
     "changed_placement",
     "check_unmoved",
-    "digest_report",
     "join",
     "only_layers",
     "report_of",
@@ -91,7 +88,7 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
     names = parse_names(part.tensors.names)
     wanted = np.isin(names.layer, list(layers)) & (names.expert != NONE)
     rows = np.flatnonzero(wanted[part.operations.tensor])
-    return replace(part, operations=part.operations.take(rows), wire_dtype=part.wire_dtype[rows])
+    return part.take(rows)
 
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
@@ -136,13 +133,6 @@ def join(
         raise
     client.joined(pair, part.instance, epoch, labels[part.group_rank])
     return Member(part, executor, group)
-
-
-def digest_report(part: RankPart, layout: RankLayout) -> DigestReport:
-    """Digests of this rank's own rows of a part, read from its live memory."""
-    rows = part.digests
-    values = digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype)
-    return DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, values)
 
 
 def check_unmoved(layout: RankLayout) -> None:
