@@ -3,6 +3,9 @@
 # make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
+# make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")
+# make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 26")
+# make fuzz    a million mutated messages and requests to the gateway (FUZZ_ARGS="--count 10000")
 # make clean   remove the virtual environment and what the other targets left
 #
 # Each target sets up what it needs in a virtual environment of its own: nothing else on the machine is touched.
@@ -22,7 +25,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo demo-megatron test check bench setup clean
+.PHONY: demo demo-megatron test check bench bench-transfer faults fuzz setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -39,8 +42,17 @@ check: setup
 	cd $(VENV)/src && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 	$(BIN)/lint-imports
 
+faults: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
+
+fuzz: setup
+	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)
+
 bench: setup $(STAMPS)/bench
 	$(BIN)/python benchmarks/bench_plan.py --awex $(VENV)/awex $(BENCH_ARGS)
+
+bench-transfer: setup $(STAMPS)/bench
+	$(BIN)/python benchmarks/bench_transfer.py --awex $(VENV)/awex $(TRANSFER_ARGS)
 
 setup: $(STAMPS)/shims $(STAMPS)/megatron $(VENV)/src/weightcast
 

@@ -53,6 +53,13 @@ def add(commands: Commands) -> None:
         metavar="JSON",
         help='an SGLang server, repeatable: {"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}',
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="as actors of the Ray cluster at ADDRESS, or of one on this machine that ends with the demo",
+    )
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=_run)
@@ -80,6 +87,7 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
         dtype=arguments.dtype,
         servers=servers,
         deadline=arguments.deadline,
+        ray=arguments.ray,
     )
 
 

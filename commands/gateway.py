@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import logging
 import os
 import socket
+import ssl
+import sys
 from contextlib import suppress
-from typing import TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from weightcast.transfer.errors import ControlError, InputError
+
+if TYPE_CHECKING:
+    from weightcast.gateway.tokens import Tokens
 
 __all__ = ["add"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+SCOPES = {"operator": "WEIGHTCAST_TOKEN", "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
+"""The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
 
 
 def add(commands: Commands) -> None:
@@ -24,36 +35,95 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--advertise", default="", metavar="HOST", help="address at which engines reach this gateway, if not --host"
     )
-    parser.add_argument("--json", action="store_true", help="print address and token as JSON")
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="remember pairs, versions and fences there over a restart"
+    )
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve HTTPS with this certificate chain")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, if not in the same file")
+    parser.add_argument("--log", choices=("json", "text"), help="how to log to stderr; text on a terminal, else json")
+    parser.add_argument("--json", action="store_true", help="print address and tokens as JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     import uvicorn
 
-    from weightcast.gateway.app import Gateway, make_app, make_token
-    from weightcast.gateway.client import TOKEN_VARIABLE
+    from weightcast.gateway.app import make_app
+    from weightcast.gateway.logs import set_up
+    from weightcast.gateway.pool import Gateway
+    from weightcast.gateway.store import Store
 
     if not 0 < arguments.port < 65536:
         raise InputError(f"port {arguments.port} is not in 1..65535")
-    given = os.environ.get(TOKEN_VARIABLE, "")
-    token = given or make_token()
-    app = make_app(Gateway(arguments.advertise or arguments.host, arguments.port), token)
-    url = f"http://{arguments.host}:{arguments.port}"
+    _check_certificate(arguments.tls_cert, arguments.tls_key)
+    tokens, made = _tokens()
+    set_up(arguments.log or ("text" if sys.stderr.isatty() else "json"))
+    store = Store(arguments.state)
+    store.open()
+    app = make_app(Gateway(arguments.advertise or arguments.host, arguments.port, store), tokens)
+    url = f"http{'s' if arguments.tls_cert else ''}://{arguments.host}:{arguments.port}"
     server = uvicorn.Server(
-        uvicorn.Config(app, host=arguments.host, port=arguments.port, log_level="warning", access_log=False)
+        uvicorn.Config(
+            app,
+            host=arguments.host,
+            port=arguments.port,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            timeout_graceful_shutdown=5,
+            ssl_certfile=arguments.tls_cert,
+            ssl_keyfile=arguments.tls_key,
+        )
     )
     try:
         listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     except OSError as error:
         raise ControlError(f"cannot listen on {url}: {error.strerror}; choose another --port") from None
-    # A token that was made here is shown this once; a given one is not repeated.
-    if arguments.json:
-        print(json.dumps({"url": url, "token": None if given else token}), flush=True)
-    elif given:
-        print(f"weightcast gateway on {url}, token from {TOKEN_VARIABLE}", flush=True)
-    else:
-        print(f"weightcast gateway on {url}\n{TOKEN_VARIABLE}={token}", flush=True)
+    if not arguments.tls_cert and not _is_loopback(listener):
+        logging.getLogger("weightcast.gateway").warning(
+            "%s is not loopback and not encrypted: tokens can be read on the way; use --tls-cert", url
+        )
+    _show(url, made, as_json=arguments.json)
     with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
+    if not server.started:
+        raise ControlError("the gateway did not start; its log says why")
     return 0
+
+
+def _tokens() -> tuple[Tokens, dict[str, str]]:
+    """The tokens of the environment, and those that were made because it has none at all, by variable."""
+    from weightcast.gateway.tokens import Tokens, make_token
+
+    given = {scope: os.environ.get(variable, "") for scope, variable in SCOPES.items()}
+    if given["operator"]:
+        return Tokens(**given), {}
+    made = {scope: token or make_token() for scope, token in given.items()}
+    return Tokens(**made), {SCOPES[scope]: made[scope] for scope in SCOPES if not given[scope]}
+
+
+def _show(url: str, made: dict[str, str], as_json: bool) -> None:
+    """Tokens that were made here are shown this once; given ones are not repeated."""
+    if as_json:
+        print(json.dumps({"url": url, "token": made.get(SCOPES["operator"]), "tokens": made}), flush=True)
+    elif made:
+        lines = [f"weightcast gateway on {url}", *(f"{name}={token}" for name, token in made.items())]
+        print("\n".join(lines), flush=True)
+    else:
+        print(f"weightcast gateway on {url}, token from {SCOPES['operator']}", flush=True)
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    if certificate is None:
+        if key is not None:
+            raise InputError("--tls-key is of no use without --tls-cert")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(f"cannot use certificate {certificate}: {error}") from None
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(str(listener.getsockname()[0])).is_loopback

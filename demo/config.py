@@ -97,7 +97,8 @@ class MegatronConfig:
 class DemoConfig:
     """What to run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs.
 
-    `megatron` None means FSDP2. `prelude` is a Python file that each trainer process runs before anything of its
+    `megatron` None means FSDP2. `ray` is the address of a Ray cluster to run on, "local" for one made for it, None for
+    plain processes. `prelude` is a Python file that each trainer process runs before anything of its
     framework is imported.
     """
 
@@ -112,6 +113,7 @@ class DemoConfig:
     servers: tuple[ServerConfig, ...] = DEFAULT_SERVERS
     new_tokens: int = 24
     deadline: float = 300.0
+    ray: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
@@ -20,7 +19,7 @@ from weightcast.demo.training import make_training
 from weightcast.gateway.engines import one_line
 from weightcast.transfer.errors import UpdateError, WeightcastError
 
-__all__ = ["Reference", "train"]
+__all__ = ["Pipe", "Place", "Reference", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +39,34 @@ class Reference:
     result: dict[str, dict[str, Any]]
 
 
-def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe: Connection) -> None:
-    """Body of trainer process `rank`. Rank 0 sends a Reference a version, and answers lists of tokens with
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trainer rank is: its number, its address, and HOST:PORT where rank 0 brings all together."""
+
+    rank: int
+    address: str
+    rendezvous: str
+
+
+class Pipe(Protocol):
+    """One end of a conversation, as a Connection is."""
+
+    def send(self, what: Any, /) -> None:
+        """Says something."""
+
+    def recv(self) -> Any:
+        """Waits for what the other end says."""
+
+
+def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -> None:
+    """Body of a trainer process. Rank 0 sends a Reference a version, and answers lists of tokens with
     log-probabilities.
 
     All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
     stand still.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    rank = place.rank
     log = config.work / f"trainer-{rank}.log"
     with log.open("wb") as out:  # frameworks print and warn a lot
         os.dup2(out.fileno(), 1)
@@ -61,12 +80,12 @@ def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe:
             runpy.run_path(str(config.prelude), run_name="weightcast_prelude")
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=f"tcp://{place.rendezvous}",
             rank=rank,
             world_size=config.trainers,
             timeout=timedelta(seconds=config.deadline),
         )
-        _run(rank, config, model, url, pipe)
+        _run(place, config, model, url, pipe)
     except Exception as error:
         traceback.print_exc()
         if not isinstance(error, WeightcastError):
@@ -81,8 +100,9 @@ def train(rank: int, config: DemoConfig, model: Path, url: str, port: int, pipe:
             dist.destroy_process_group()
 
 
-def _run(rank: int, config: DemoConfig, folder: Path, url: str, pipe: Connection) -> None:
+def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -> None:
     """Version after version, the checkpoint as version 0."""
+    rank = place.rank
     import torch
     import torch.distributed as dist
 
@@ -95,7 +115,13 @@ def _run(rank: int, config: DemoConfig, folder: Path, url: str, pipe: Connection
     prompts = prompt_ids(folder, vocabulary)
     batches = [torch.tensor(rows) for rows in text_batches(folder, vocabulary)]
     worker = TrainerWorker(
-        url, "demo", training.source, rank=rank, world_size=config.trainers, deadline=config.deadline
+        url,
+        "demo",
+        training.source,
+        rank=rank,
+        world_size=config.trainers,
+        address=place.address,
+        deadline=config.deadline,
     )
     worker.connect()
     for version in range(config.versions + 1):

@@ -45,7 +45,8 @@ def main(url: str, pair: str, instance: str) -> None:
     while True:
         if (version := worker.serve(wait=1.0)) is not None:
             print("serving version", version)
-        # ... generate the next batch here ...
+        if not worker.fenced:  # else its memory may hold bytes of two versions, until an update is committed
+            ...  # generate the next batch here
 
 
 if __name__ == "__main__":

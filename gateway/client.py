@@ -1,7 +1,8 @@
 """Client of the gateway's HTTP shell, for ranks, drivers of a training loop, and the command line.
 
 Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the
-gateway answers is raised here as the same class with the same message.
+gateway answers is raised here as the same class with the same message. A gateway that has answered before is asked
+again for a while when it does not: it may be starting anew, and every request can be made twice.
 """
 
 from __future__ import annotations
@@ -10,41 +11,59 @@ import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from weightcast.gateway.guard import MSGPACK
-from weightcast.gateway.urls import check_url
+from weightcast.gateway.urls import transport_to, trusted
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient"]
+__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
 _MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
 """Seconds of one long poll."""
+_AGAIN = 0.2
+"""Seconds between two attempts to reach a gateway that is not there."""
+
+
+class Orders(NamedTuple):
+    """Orders of an instance, which start of the gateway gave them, and how many it has given."""
+
+    orders: list[dict[str, Any]]
+    boot: str
+    given: int
 
 
 class GatewayClient:
     """`GatewayClient("http://127.0.0.1:8900")`; the token comes from WEIGHTCAST_TOKEN unless given.
 
-    Methods raise what the gateway answered, or TransferError when it cannot be reached.
+    Within a Ray cluster the address may be `ray://NAME` of a gateway's actor.
+    `outage` is for how many seconds a gateway that has answered before is asked again. Methods raise what the gateway
+    answered, or TransferError when it cannot be reached.
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0) -> None:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
-        check_url("gateway ", url, "the gateway")
+        transport = transport_to(url)
         self.url = url.rstrip("/")
+        self.outage, self._reached = outage, False
         self._client = httpx.Client(
-            base_url=self.url, timeout=timeout, headers={"Authorization": f"Bearer {token}"}, trust_env=False
+            base_url=self.url,
+            timeout=timeout,
+            headers={"Authorization": f"Bearer {token}"},
+            trust_env=False,
+            transport=transport,
+            verify=transport is not None or trusted(self.url),
         )
 
     def __enter__(self) -> GatewayClient:
@@ -58,26 +77,24 @@ class GatewayClient:
         self._client.close()
 
     def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
-        try:
-            response = self._client.request(method, path, **request)
-        except httpx.HTTPError as error:
-            raise TransferError(
-                f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
-            ) from error
+        until = time.monotonic() + (self.outage if self._reached else 0.0)
+        while True:
+            try:
+                response = self._client.request(method, path, **request)
+            except httpx.HTTPError as error:
+                if time.monotonic() >= until:
+                    raise TransferError(
+                        f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
+                    ) from error
+            else:
+                # A neighbour with a wrong token makes the gateway deaf for some seconds.
+                if response.status_code != httpx.codes.TOO_MANY_REQUESTS or time.monotonic() >= until:
+                    break
+            time.sleep(_AGAIN)
+        self._reached = True
         if response.is_success:
             return response
-        try:
-            answer = response.json()
-        except ValueError:
-            answer = {}
-        name, message = answer.get("error"), answer.get("message")
-        if isinstance(name, str) and name in errors.__all__ and isinstance(message, str):
-            kind: type[WeightcastError] = getattr(errors, name)
-            raise kind(message)
-        raise ControlError(
-            f"gateway {self.url}: {method} {path} answered {response.status_code}: "
-            + " ".join(response.text.split())[:500]
-        )
+        raise _error_of(response, f"gateway {self.url}: {method} {path}")
 
     def _poll(self, path: str, deadline: float, what: str) -> httpx.Response:
         """Long-polls until the answer is not 204. `deadline` is a `time.monotonic()`."""
@@ -96,15 +113,17 @@ class GatewayClient:
         pair: str,
         trainer_world: int,
         instances: Mapping[str, Mapping[str, Any]],
-        deadlines: Mapping[str, float] | None = None,
+        settings: Mapping[str, float] | None = None,
         bucket_bytes: int | None = None,
+        commit: str = "each",
     ) -> None:
         """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
-        "backend": ..}`.
+        "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
-        if deadlines:
-            body["deadlines"] = dict(deadlines)
+        body["commit"] = commit
+        if settings:
+            body["settings"] = dict(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
         self._call("PUT", f"/pairs/{pair}", json=body)
@@ -112,6 +131,14 @@ class GatewayClient:
     def delete_pair(self, pair: str) -> None:
         """Makes the gateway forget a pair."""
         self._call("DELETE", f"/pairs/{pair}")
+
+    def join_instance(self, pair: str, instance: str, engine: Mapping[str, Any]) -> None:
+        """Adds an instance to a pair at run time; `engine` as in `create_pair`. The next update brings it up."""
+        self._call("PUT", f"/pairs/{pair}/instances/{instance}", json=dict(engine))
+
+    def leave_instance(self, pair: str, instance: str) -> None:
+        """Takes an instance out of a pair at run time."""
+        self._call("DELETE", f"/pairs/{pair}/instances/{instance}")
 
     def status(self) -> list[dict[str, Any]]:
         """All pairs as the gateway reports them."""
@@ -133,9 +160,19 @@ class GatewayClient:
         """Makes the gateway connect the instances of a pair."""
         self._call("POST", f"/pairs/{pair}/connect")
 
-    def offer(self, pair: str, rank: int, version: int) -> None:
-        """Says that a trainer rank is ready to send a version; the last rank's offer starts the update."""
-        self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version})
+    def offer(self, pair: str, rank: int, version: int) -> bool:
+        """Says that a trainer rank is ready to send a version; the last rank's offer starts the update. False when the
+        gateway does not know the rank, as after a restart: register first.
+        """
+        return bool(
+            self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version}).json()["offered"]
+        )
+
+    def begun(self, pair: str, version: int, deadline: float) -> dict[str, int]:
+        """The instances of an update, and the number of the first order of each; waits for it to begin. Empty when the
+        update is over.
+        """
+        return dict(self._poll(f"/pairs/{pair}/updates/{version}/instances", deadline, f"version {version}").json())
 
     def result(self, pair: str, version: int, deadline: float) -> dict[str, dict[str, Any]]:
         """How the update ended on each instance; waits for it."""
@@ -146,19 +183,35 @@ class GatewayClient:
     def _base(self, pair: str, instance: str, epoch: int) -> str:
         return f"/pairs/{pair}/instances/{instance}/{epoch}"
 
-    def register_trainer(self, pair: str, report: RankReport) -> None:
-        """Registers a trainer rank."""
-        self._call(
-            "POST", f"/pairs/{pair}/trainer/{report.rank}/report", content=wire.encode_report(report), headers=_MSGPACK
-        )
+    def register_trainer(self, pair: str, report: RankReport, start: str = "") -> int:
+        """Registers a trainer rank; returns how often the trainer has started. `start`: `Pair.register_trainer`."""
+        path = f"/pairs/{pair}/trainer/{report.rank}/report"
+        content = wire.encode_report(report)
+        answer = self._call("POST", path, params={"start": start}, content=content, headers=_MSGPACK)
+        return int(answer.json()["generation"])
 
     def register_instance(
-        self, pair: str, instance: str, epoch: int, report: RankReport, *, identity: str = "", uncommitted: bool = False
-    ) -> None:
-        """Registers a rank of an instance for one epoch. What the last two say: `Pair.register_instance`."""
+        self,
+        pair: str,
+        instance: str,
+        epoch: int,
+        report: RankReport,
+        *,
+        identity: str = "",
+        uncommitted: bool = False,
+        verified: int | None = None,
+    ) -> bool:
+        """Registers a rank of an instance for one epoch. The last three, and the answer: `Instance.register`."""
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
-        params = {"identity": identity, "uncommitted": uncommitted}
-        self._call("POST", path, params=params, content=wire.encode_report(report), headers=_MSGPACK)
+        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted}
+        if verified is not None:
+            params["verified"] = verified
+        content = wire.encode_report(report)
+        return bool(self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()["committed"])
+
+    def beat(self, path: str, identity: str) -> None:
+        """Says that a rank lives: `path` is "trainer/RANK" or "instances/INSTANCE/ranks/RANK" behind the pair."""
+        self._call("POST", f"/pairs/{path}/beat", json={"identity": identity})
 
     def restarted(self, pair: str, instance: str, rank: int) -> None:
         """Says that a rank started anew after its instance had joined."""
@@ -192,14 +245,24 @@ class GatewayClient:
         body = {"who": who, "error": name, "message": message}
         self._call("POST", f"{self._base(pair, instance, epoch)}/failures", json=body)
 
-    def orders(self, pair: str, instance: str, after: int, wait: float = POLL) -> list[dict[str, Any]]:
-        """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first."""
-        params = {"after": after, "wait": min(wait, POLL)}
-        return list(self._call("GET", f"/pairs/{pair}/instances/{instance}/orders", params=params).json()["orders"])
+    def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
+        """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.
 
-    def ready(self, pair: str, instance: str, epoch: int, rank: int, stale: str) -> None:
-        """Reports a rank's check before the transfer."""
-        self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/ready", json={"stale": stale})
+        `known` is the start of the gateway that numbered them: another one answers at once, without orders.
+        """
+        params = {"after": after, "wait": min(wait, POLL), "known": known}
+        answer = self._call("GET", f"/pairs/{pair}/instances/{instance}/orders", params=params).json()
+        return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
+
+    def ready(self, pair: str, instance: str, epoch: int, rank: int, stale: str, layers: list[int] | None) -> None:
+        """Reports a rank's check before the transfer; see `Instance.ready`."""
+        body = {"stale": stale, "layers": layers}
+        self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/ready", json=body)
+
+    def moved(self, pair: str, instance: str, epoch: int, rank: int, version: int, layers: list[int]) -> None:
+        """Reports layers whose placement changed during the transfer, in place of digests."""
+        body = {"version": version, "layers": layers}
+        self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/moved", json=body)
 
     def go(self, pair: str, instance: str, epoch: int, deadline: float) -> dict[str, Any]:
         """What a ready rank is to do: an order "run", or "end" when the update was called off."""
@@ -207,11 +270,28 @@ class GatewayClient:
             self._poll(f"{self._base(pair, instance, epoch)}/go", deadline, f"the go-ahead for {instance}").json()
         )
 
-    def transferred(self, pair: str, instance: str, epoch: int, rank: int) -> None:
+    def transferred(self, pair: str, instance: str, epoch: int, rank: int, version: int) -> None:
         """Says that a trainer rank has sent its part."""
-        self._call("POST", f"{self._base(pair, instance, epoch)}/trainer/{rank}/transferred")
+        path = f"{self._base(pair, instance, epoch)}/trainer/{rank}/transferred"
+        self._call("POST", path, params={"version": version})
 
-    def digests(self, pair: str, instance: str, epoch: int, side: str, rank: int, report: DigestReport) -> None:
+    def digests(
+        self, pair: str, instance: str, epoch: int, side: str, rank: int, version: int, report: DigestReport
+    ) -> None:
         """Reports the digests of a rank."""
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
-        self._call("POST", path, content=wire.encode_digests(report), headers=_MSGPACK)
+        content = wire.encode_digests(report)
+        self._call("POST", path, params={"version": version}, content=content, headers=_MSGPACK)
+
+
+def _error_of(response: httpx.Response, what: str) -> WeightcastError:
+    """What the gateway refused a request with, as the error that it raised."""
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = {}
+    name, message = answer.get("error"), answer.get("message")
+    if isinstance(name, str) and name in errors.__all__ and isinstance(message, str):
+        kind: type[WeightcastError] = getattr(errors, name)
+        return kind(message)
+    return ControlError(f"{what} answered {response.status_code}: {' '.join(response.text.split())[:500]}")

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import httpx
 
-from weightcast.gateway.urls import check_url
+from weightcast.gateway.urls import check_url, trusted
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
@@ -70,6 +70,9 @@ class EngineDriver(Protocol):
     async def disconnect(self, group: str) -> None:
         """Makes every rank leave the communicator."""
 
+    async def close(self) -> None:
+        """Lets go of connections to the engine; no step follows."""
+
 
 class WorkerDriver:
     """For ranks that follow the gateway's orders by themselves: there is no engine API to call."""
@@ -90,6 +93,8 @@ class WorkerDriver:
 
     async def disconnect(self, group: str) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class SGLangDriver:
     """SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`) with the weightcast plugin in its scheduler
@@ -104,7 +109,9 @@ class SGLangDriver:
         self._spec = spec
         check_url(f"instance {instance}: ", spec.url, "its SGLang server")
         # Engines are neighbours: a proxy of the environment is for the world outside.
-        self._client = httpx.AsyncClient(base_url=spec.url, timeout=timeout, transport=transport, trust_env=False)
+        self._client = httpx.AsyncClient(
+            base_url=spec.url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(spec.url)
+        )
 
     async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> None:
         """One call. `done` is the field, and its value, by which the route says that it did what was asked; None for
@@ -177,6 +184,9 @@ class SGLangDriver:
 
     async def disconnect(self, group: str) -> None:
         await self._post("/destroy_weights_update_group", {"group_name": group})
+
+    async def close(self) -> None:
+        await self._client.aclose()
 
 
 def one_line(message: object) -> str:

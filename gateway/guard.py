@@ -1,15 +1,15 @@
-"""Token and size of every request, checked before any route or parser sees it."""
+"""Token, scope and size of every request, checked before any route or parser sees it."""
 
 from __future__ import annotations
 
-import hmac
 import json
+import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightcast.transfer.errors import InputError
+from weightcast.gateway.tokens import Access, Throttle, Tokens
 
-__all__ = ["MAX_BODY", "MAX_JSON", "MSGPACK", "Guard", "check_token"]
+__all__ = ["MAX_BODY", "MAX_JSON", "MSGPACK", "Guard"]
 
 MSGPACK = "application/msgpack"
 MAX_BODY = 64 << 20
@@ -22,49 +22,72 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-
-def check_token(token: str) -> None:
-    """Raises InputError for a token that is too short to be safe."""
-    if len(token) < 16:
-        raise InputError(
-            "the bearer token is shorter than 16 characters; choose a longer one or let the gateway make one"
-        )
+_Refusal = tuple[int, str, str]
+_WRONG = "missing or wrong bearer token; set WEIGHTCAST_TOKEN to one that the gateway was started with"
 
 
 class Guard:
-    """ASGI middleware. `token` is wanted as `Authorization: Bearer TOKEN`; bodies have to state their length."""
+    """ASGI middleware. A token is wanted as `Authorization: Bearer TOKEN`; bodies have to state their length.
 
-    def __init__(self, app: App, token: str) -> None:
-        check_token(token)
-        self._app, self._token = app, token.encode()
+    `needs` gives the scope that a request wants of its token. `refused` is told the status of each refusal.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        tokens: Tokens,
+        needs: Callable[[Scope], Access],
+        refused: Callable[[int], None] = lambda status: None,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self._app, self._tokens, self._needs, self._refused = app, tokens, needs, refused
+        self._throttle = throttle or Throttle()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal({bytes(k).lower(): bytes(v) for k, v in scope["headers"]})
+        if scope["type"] != "http":
+            return  # nothing here speaks anything else; the server closes the connection
+        headers = {bytes(k).lower(): bytes(v) for k, v in scope["headers"]}
+        refusal = self._who(scope, headers) or self._size(headers)
         if refusal is None:
             await self._app(scope, receive, send)
             return
         status, error, message = refusal
+        self._refused(status)
         body = json.dumps({"error": error, "message": message}).encode()
         # The body that was not read may still be coming: this connection is of no more use.
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        answer = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": status, "headers": answer})
         await send({"type": "http.response.body", "body": body})
 
-    def _refusal(self, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
-        """(status, error class, message), or None for a request that may pass."""
+    def _who(self, scope: Scope, headers: dict[bytes, bytes]) -> _Refusal | None:
+        """(status, error class, message), or None for a token that may ask this."""
+        address, port = scope.get("client") or ("", 0)
+        now = time.monotonic()
+        if (left := self._throttle.wait(address, port, now)) > 0:
+            message = f"too many wrong tokens from {address}; none is looked at for {left:.0f} s more"
+            return 429, "AuthorizationError", message
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(given, self._token):
-            message = "missing or wrong bearer token; set WEIGHTCAST_TOKEN to the one the gateway was started with"
-            return 401, "AuthorizationError", message
+        access = self._tokens.access(given) if scheme.lower() == b"bearer" else None
+        if access is None:
+            self._throttle.wrong(address, port, now)
+            return 401, "AuthorizationError", _WRONG
+        self._throttle.right(address, port)
+        needed = self._needs(scope)
+        if access < needed:
+            message = f"this needs a token of scope {needed.name.lower()}; the one given has scope "
+            return 403, "AuthorizationError", message + access.name.lower()
+        return None
+
+    def _size(self, headers: dict[bytes, bytes]) -> _Refusal | None:
         if b"transfer-encoding" in headers:
             return 411, "WireError", "the request does not state its length; send it with Content-Length"
         msgpack = headers.get(b"content-type", b"").split(b";")[0].strip() == MSGPACK.encode()
         limit = MAX_BODY if msgpack else MAX_JSON
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > limit:
+        if not length.isdigit() or len(length) > 18 or int(length) > limit:
             said = length[:20].decode("latin-1")
             return 413, "WireError", f"the request body has {said} bytes, the limit for its content type is {limit}"
         return None

@@ -1,6 +1,7 @@
 """An inference rank's side of its pair, given a Sink.
 
-Engine plugins call its steps one by one; an engine of your own calls `serve()` between two batches.
+Engine plugins call its steps one by one; an engine of your own calls `serve()` between two batches, and generates only
+while `fenced` is False.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from contextlib import suppress
 from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
-    DEFAULT_DEADLINE,
+    Change,
     Member,
     Waits,
     changed_placement,
@@ -23,6 +25,7 @@ from weightcast.gateway.membership import (
     join,
     report_of,
 )
+from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Sink
 from weightcast.transfer.errors import PairStateError, StalePlanError, WeightcastError
@@ -38,7 +41,8 @@ class InstanceWorker:
     """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
 
     `identity` stands for this rank's memory: another one than before makes the gateway distrust it. `uncommitted` says
-    that the memory already holds an update that was never committed.
+    that the memory already holds an update that was never committed. `version` is the one that this worker has seen
+    committed last.
     """
 
     def __init__(
@@ -57,19 +61,28 @@ class InstanceWorker:
         identity: str | None = None,
         uncommitted: bool = False,
     ) -> None:
+        self._url, self._token = url, token
         self._client = GatewayClient(url, token)
+        self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
-        self._waits = Waits.given(deadline or DEFAULT_DEADLINE)
+        self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._member: Member | None = None
         self._epoch = 0
         self._cursor: int | None = None
+        self._boot = ""
         self._identity = identity or uuid.uuid4().hex
         self._target: int | None = None
         self._verified: int | None = None
         self.uncommitted = uncommitted
+        self.version: int | None = None
+
+    @property
+    def fenced(self) -> bool:
+        """Whether the memory may hold bytes of two versions, or of one that is not committed: do not generate."""
+        return self.uncommitted
 
     def connect(self, epoch: int) -> None:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
@@ -83,13 +96,27 @@ class InstanceWorker:
             raise
 
     def _register(self, epoch: int) -> None:
-        if self._deadline is None:
-            self._waits = Waits.of_pair(self._client.pair_status(self._pair))
+        self._live()
         self._layout = self._sink.describe()
         report = report_of(self._layout, self._rank, self._world)
-        self._client.register_instance(
-            self._pair, self._instance, epoch, report, identity=self._identity, uncommitted=self.uncommitted
+        committed = self._client.register_instance(
+            self._pair,
+            self._instance,
+            epoch,
+            report,
+            identity=self._identity,
+            uncommitted=self.uncommitted,
+            verified=self._verified,
         )
+        if committed:
+            self.commit()
+
+    def _live(self) -> None:
+        """Learns how long to wait, and begins to say that this rank lives."""
+        self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
+        if self._heartbeat is None:
+            path = f"{self._pair}/instances/{self._instance}/ranks/{self._rank}"
+            self._heartbeat = Heartbeat(self._url, self._token, path, self._identity, self._waits.heartbeat)
 
     def _join(self, epoch: int) -> None:
         deadline = time.monotonic() + self._waits.gateway
@@ -104,33 +131,45 @@ class InstanceWorker:
         Raises StalePlanError when the layout changed here or on another rank; then nothing was written.
         """
         try:
-            member = self._joined()
-            stale = self._staleness()
-            self._client.ready(self._pair, self._instance, self._epoch, self._rank, stale)
-            order = self._client.go(self._pair, self._instance, self._epoch, time.monotonic() + self._waits.gateway)
+            member, change = self._joined(), self._change()
+            layers = None if change.layers is None else list(change.layers)
+            where = (self._pair, self._instance, self._epoch)
+            self._client.ready(*where, self._rank, change.text, layers)
+            order = self._client.go(*where, time.monotonic() + self._waits.gateway)
             if order["action"] != "run":
                 raise StalePlanError(f"the update was called off: {order['reason']}")
-            if member.executor is None:
+            executor = member.executor_for(order["layers"], self._described())
+            if executor is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
             self.uncommitted, self._verified = True, None
-            moved = member.executor.run(Deadline.after(self._waits.transfer))
             self._target = int(order["version"])
-            return moved
+            return executor.run(Deadline.after(self._waits.transfer))
         except StalePlanError:
             raise
         except BaseException as error:
             self._tell(error)
             raise
 
-    def verify(self) -> None:
-        """Digests this rank's memory as it now is, after the engine's own post-load work, and reports."""
+    def verify(self) -> bool:
+        """Digests this rank's memory as it now is, after the engine's own post-load work, and reports.
+
+        False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
+        after all ranks were described anew.
+        """
         try:
-            stale = self._staleness()
-            if stale:
-                raise StalePlanError(f"changed during the transfer: {stale}")
+            change = self._change()
+            if change.layers is None:
+                raise StalePlanError(f"changed during the transfer: {change.text}")
+            where, target = (self._pair, self._instance, self._epoch), self._target
+            if target is None:
+                raise PairStateError(f"{self._instance} rank {self._rank} has received nothing to verify")
+            if change.text:
+                self._client.moved(*where, self._rank, target, list(change.layers))
+                return False
             report = digest_report(self._joined().part, self._described())
-            self._client.digests(self._pair, self._instance, self._epoch, "instance", self._rank, report)
-            self._verified = self._target
+            self._client.digests(*where, "instance", self._rank, target, report)
+            self._verified = target
+            return True
         except BaseException as error:
             self._tell(error)
             raise
@@ -146,34 +185,58 @@ class InstanceWorker:
         busy, until = False, time.monotonic() + wait
         while True:
             patience = POLL if busy else max(0.0, until - time.monotonic())
-            found = self._client.orders(self._pair, self._instance, self._cursor, patience)
-            for order in found:
+            found = self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
+            if found.boot != self._boot:
+                return self._meet_again(found.boot, found.given)
+            for order in found.orders:
                 self._cursor += 1
                 self._obey(order)
-                if order["action"] in ("connected", "failed", "end"):
+                if self._is_last(order):
                     return self._committed(order)
-            busy = busy or bool(found)
+            busy = busy or bool(found.orders)
             if not busy and time.monotonic() >= until:
                 return None
 
     def _first_order(self) -> int:
         """Number of the first order that is for this worker; those that another one has followed before it are not."""
-        given = [order["action"] for order in self._client.orders(self._pair, self._instance, 0, 0.0)]
-        if not given or given[-1] == "register":
-            return max(0, len(given) - 1)
+        self._live()
+        found = self._client.orders(self._pair, self._instance, 0, 0.0)
+        self._boot = found.boot
+        last = found.orders[-1]["action"] if found.orders else "left"
+        if last in ("register", "left"):
+            return found.given - (last == "register")
         self._client.restarted(self._pair, self._instance, self._rank)
-        return len(given)
+        return found.given
+
+    def _meet_again(self, boot: str, given: int) -> int | None:
+        """The gateway was restarted: an update that was under way is over, committed if it says so."""
+        self._boot, self._cursor = boot, 0
+        log.warning("%s rank %d: the gateway was restarted", self._instance, self._rank)
+        self.disconnect()
+        record = self._client.pair_status(self._pair)["instances"].get(self._instance, {})
+        held = self._verified if self.uncommitted else None
+        if held is None or record.get("version") != held or record["fenced"]:
+            return None
+        self.commit()
+        return held
+
+    def _is_last(self, order: dict[str, Any]) -> bool:
+        """Whether an order ends a connect or an update; within an update connecting does not end it."""
+        if order["action"] in ("connected", "failed"):
+            return order["version"] is None
+        return order["action"] in ("end", "left") and not (order["action"] == "end" and order["version"] is None)
 
     def _committed(self, order: dict[str, Any]) -> int | None:
         """The version of an order that ends an update, if it was committed and this worker has verified it."""
         if not order["committed"] or order["version"] != self._verified:
             return None
         self.commit()
-        return self._verified
+        return self.version
 
     def commit(self) -> None:
         """What was transferred and verified last has been committed."""
-        self.uncommitted = self._verified is None
+        if self._verified is not None:
+            self.uncommitted, self.version = False, self._verified
 
     def _obey(self, order: dict[str, Any]) -> None:
         """One order; failures are told to the gateway, which ends the connect or update."""
@@ -204,6 +267,9 @@ class InstanceWorker:
     def close(self) -> None:
         """Leaves the communicator and the gateway."""
         self.disconnect()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         self._client.close()
 
     def _described(self) -> RankLayout:
@@ -216,17 +282,18 @@ class InstanceWorker:
             raise PairStateError(f"{self._instance} rank {self._rank} has not joined")
         return self._member
 
-    def _staleness(self) -> str:
-        """What changed since this rank was described, in one line; empty when nothing did."""
+    def _change(self) -> Change:
+        """What changed since this rank was described."""
         layout = self._described()
         try:
             check_unmoved(layout)
         except StalePlanError as error:
-            return str(error)
+            return Change(str(error), None)
         return changed_placement(layout.placement, self._sink.placement())
 
     def _tell(self, error: BaseException) -> None:
-        log.error("%s rank %d: %s", self._instance, self._rank, error)
+        where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
+        log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
         try:
             self._client.fail(self._pair, self._instance, self._epoch, f"{self._instance} rank {self._rank}", error)
         except WeightcastError as second:

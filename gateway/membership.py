@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.errors import StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
+from weightcast.transfer.expert_names import NONE, parse_names
 from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
@@ -20,42 +23,46 @@ from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 from weightcast.transfer.wire import DigestReport
 
 __all__ = [
-    "DEFAULT_DEADLINE",
+    "Change",
     "Member",
     "Waits",
     "changed_placement",
     "check_unmoved",
     "digest_report",
     "join",
+    "only_layers",
     "report_of",
 ]
-
-DEFAULT_DEADLINE = 600.0
-"""Seconds that a rank waits before it knows its pair's deadlines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds that a rank waits: to join, for a transfer, and for what the gateway decides.
+    """Seconds that a rank waits: to join, for a transfer, for what the gateway decides, and for a gateway that is gone;
+    and how often it says that it lives.
 
     The gateway has deadlines of its own for every step and names who is missing, so a rank waits for it longer than for
-    all of them together: its own deadline is for a gateway that is gone.
+    all of them together: its own deadline is for a gateway that hangs.
     """
 
     join: float
     transfer: float
     gateway: float
+    outage: float
+    heartbeat: float
 
     @classmethod
-    def given(cls, seconds: float) -> Waits:
-        """The same for all."""
-        return cls(seconds, seconds, seconds)
+    def of(cls, settings: Settings, deadline: float | None = None) -> Waits:
+        """From the settings of a pair; `deadline` in their place bounds every wait."""
+        if deadline is not None:
+            return cls(deadline, deadline, deadline, min(settings.outage, deadline), settings.heartbeat)
+        return cls(settings.join, settings.transfer, settings.longest, settings.outage, settings.heartbeat)
 
     @classmethod
-    def of_pair(cls, status: dict[str, Any]) -> Waits:
-        """From the deadlines of the pair's status."""
-        deadlines = {name: float(seconds) for name, seconds in status["deadlines"].items()}
-        return cls(deadlines["join"], deadlines["transfer"], sum(deadlines.values()))
+    def of_pair(cls, client: GatewayClient, pair: str, deadline: float | None) -> Waits:
+        """From the settings that the gateway has for a pair; sets how patient `client` is."""
+        waits = cls.of(Settings.given(client.pair_status(pair)["settings"]), deadline)
+        client.outage = waits.outage
+        return waits
 
 
 @dataclass(slots=True)
@@ -66,11 +73,25 @@ class Member:
     executor: Executor | None
     group: TorchGroup | None
 
+    def executor_for(self, layers: Collection[int] | None, layout: RankLayout) -> Executor | None:
+        """What runs the part; with `layers` the operations on the routed experts of these layers alone."""
+        if layers is None or self.executor is None or self.group is None:
+            return self.executor
+        return Executor(only_layers(self.part, layers), layout, self.group)
+
     def close(self) -> None:
         """Leaves the communicator."""
         if self.group is not None:
             self.group.close()
             self.group = self.executor = None
+
+
+def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
+    """The part without the operations on anything but routed experts of `layers`; every member leaves out the same."""
+    names = parse_names(part.tensors.names)
+    wanted = np.isin(names.layer, list(layers)) & (names.expert != NONE)
+    rows = np.flatnonzero(wanted[part.operations.tensor])
+    return replace(part, operations=part.operations.take(rows), wire_dtype=part.wire_dtype[rows])
 
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
@@ -136,16 +157,29 @@ def check_unmoved(layout: RankLayout) -> None:
         )
 
 
-def changed_placement(described: RankPlacement | None, now: RankPlacement | None) -> str:
-    """Which layers of an expert placement changed, in one line; empty when none did."""
+class Change(NamedTuple):
+    """What changed since a rank was described, in one line, empty when nothing did.
+
+    `layers` are those whose expert placement did; None when more than that changed.
+    """
+
+    text: str
+    layers: tuple[int, ...] | None = ()
+
+
+def changed_placement(described: RankPlacement | None, now: RankPlacement | None) -> Change:
+    """Whether an expert placement changed, and in which layers."""
     if described is None or now is None:
-        return "" if described is now else "the engine has gained or lost its expert placement"
+        if described is now:
+            return Change("")
+        return Change("the engine has gained or lost its expert placement", None)
     before, after = (p.placement.physical_to_logical.shape for p in (described, now))
     if before != after:
-        return f"the placement had shape {before}, now {after}"
-    layers = described.placement.changed_layers(now.placement)
-    if len(layers):
-        return f"the expert placement of layers {', '.join(str(n) for n in layers[:20])} changed"
+        return Change(f"the placement had shape {before}, now {after}", None)
+    layers = tuple(described.placement.changed_layers(now.placement).tolist())
+    if layers:
+        more = f" and {len(layers) - 20} more" if len(layers) > 20 else ""
+        return Change(f"the expert placement of layers {', '.join(map(str, layers[:20]))}{more} changed", layers)
     if described.storage_rank != now.storage_rank:
-        return f"the storage rank was {described.storage_rank}, now {now.storage_rank}"
-    return ""
+        return Change(f"the storage rank was {described.storage_rank}, now {now.storage_rank}", None)
+    return Change("")

@@ -7,7 +7,9 @@
                                                    |<---------------------commit--------------- verifying
 
 From every phase `fail` leads to *failed*, `leave` to *left*, and `rejoin` from failed, left or connected starts a new
-epoch at registering. `fenced` is a flag of its own: it is set by `transfer`, because from then on bytes of two versions
+epoch at registering; `resend` does so from transferring, when a placement changed under the transfer.
+
+`fenced` is a flag of its own. A new instance is fenced, `transfer` sets it, because from then on bytes of two versions
 may lie side by side, and only `commit` clears it. So an instance that fails while preparing still serves its old
 version, and one that fails later does not. `distrust` sets it too, when a rank turns out to be another
 process than before, or to hold an update that nobody committed. Versions only grow.
@@ -50,6 +52,7 @@ class Event(StrEnum):
     LEAVE = "leave"
     REJOIN = "rejoin"
     DISTRUST = "distrust"
+    RESEND = "resend"
 
 
 _NEXT: dict[tuple[Phase, Event], Phase] = {
@@ -63,6 +66,7 @@ _NEXT: dict[tuple[Phase, Event], Phase] = {
     (Phase.FAILED, Event.REJOIN): Phase.REGISTERING,
     (Phase.LEFT, Event.REJOIN): Phase.REGISTERING,
     (Phase.CONNECTED, Event.REJOIN): Phase.REGISTERING,
+    (Phase.TRANSFERRING, Event.RESEND): Phase.REGISTERING,
     **{(phase, Event.FAIL): Phase.FAILED for phase in Phase if phase is not Phase.LEFT},
     **{(phase, Event.LEAVE): Phase.LEFT for phase in Phase},
     **{(phase, Event.DISTRUST): phase for phase in Phase},
@@ -83,7 +87,7 @@ class InstanceRecord:
     epoch: int = 1
     version: int | None = None
     target: int | None = None
-    fenced: bool = False
+    fenced: bool = True
     reason: str = ""
     history: tuple[tuple[str, str, str], ...] = ()
 
@@ -102,7 +106,8 @@ def check_version(record: InstanceRecord, version: int) -> None:
 
 
 def advance(record: InstanceRecord, event: Event, *, version: int | None = None, reason: str = "") -> InstanceRecord:
-    """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL and CANCEL.
+    """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL and
+    RESEND.
 
     A COMMIT of the version that is committed already changes nothing. Raises PairStateError for an event that is
     illegal in the record's phase, VersionError for a version that does not grow or is not the one being transferred.
@@ -124,8 +129,10 @@ def advance(record: InstanceRecord, event: Event, *, version: int | None = None,
         if version != record.target:
             raise VersionError(f"instance {record.name} is being updated to {record.target}, not to {version}")
         changes = {"version": version, "target": None, "fenced": False, "reason": ""}
-    elif event is Event.REJOIN:
+    elif event in (Event.REJOIN, Event.RESEND):
         changes = {"epoch": record.epoch + 1, "target": None}
+    elif event is Event.LEAVE:
+        changes = {"target": None}
     elif event in (Event.FAIL, Event.CANCEL):
         changes = {"target": None, "reason": reason}
     detail = reason or (str(version) if version is not None else "")

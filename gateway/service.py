@@ -1,209 +1,78 @@
-"""The gateway itself: what the shells (HTTP, Ray) expose. One event loop, no I/O but the engine drivers.
+"""A pair as the gateway knows it: the trainer's reports and offers, its instances, how updates ended.
 
-A pair is a trainer and its instances. Trainer ranks and instance ranks register reports, fetch parts, join
-communicators and post digests; all of them wait for one another here, and every wait has a deadline that names who is
-missing. How the steps follow one another is in `coordinator`; this module holds the state they share.
+How the steps of a connect and of an update follow one another is in `coordinator` and `transaction`; what one instance
+and its ranks say is in `instance`. One event loop, no I/O but the engine drivers and the state store.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.gateway.engines import EngineDriver, EngineSpec, make_driver
-from weightcast.gateway.merge import InstanceLayout, TrainerLayout
-from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
-from weightcast.gateway.verify import DigestCounts
-from weightcast.transfer.errors import (
-    ControlError,
-    DeadlineError,
-    InputError,
-    PairStateError,
-    VersionError,
-    WeightcastError,
-)
+from weightcast.gateway.changes import Side
+from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.instance import RESTARTED, Instance, absent, check_rank, check_report
+from weightcast.gateway.merge import TrainerLayout
+from weightcast.gateway.pairs import Event, InstanceRecord, Phase
+from weightcast.gateway.records import Order, PairSpec, UpdateRecord
+from weightcast.gateway.store import SavedInstance, Store
+from weightcast.transfer.errors import ControlError, DeadlineError, InputError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport
-from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.plan import RankPart, TransferPlan
 from weightcast.transfer.replan import Planner
-from weightcast.transfer.wire import DigestReport
 
-__all__ = ["Deadlines", "Instance", "Order", "Pair", "PairSpec", "UpdateRecord"]
+__all__ = ["Pair", "as_weightcast_error", "check_name"]
 
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+MAX_INSTANCES = 10_000
+"""How many names of instances a pair remembers, those that have left too."""
 KEPT_RESULTS = 100
 """How many updates back a result can be asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Seconds that the gateway waits for each step before it gives the update up."""
-
-    offer: float = 600.0
-    register: float = 300.0
-    join: float = 120.0
-    prepare: float = 60.0
-    transfer: float = 600.0
-    verify: float = 300.0
-    engine: float = 600.0
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            seconds = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise InputError(f"deadline {name} is {seconds}, expected a positive number of seconds")
+Updated = Callable[[str, str, UpdateRecord], None]
+"""Told of each update of an instance that has ended: pair, instance, how."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairSpec:
-    """One trainer of `trainer_world` ranks and the instances that it feeds."""
-
-    name: str
-    trainer_world: int
-    instances: dict[str, EngineSpec]
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    bucket_bytes: int = 256 << 20
+def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What the ranks of an instance's communicator are to do next.
+class Pair(Side):
+    """Everything the gateway knows of one pair, with the waits on it.
 
-    `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of
-    `epoch` and join), "connected", "prepare" (check that the layout still holds, then report ready), "run" (transfer
-    `version`), "end" (the update to `version` is over: committed or not, and why), "failed" (connecting is).
+    `busy` is held by a connect or an update: one at a time. `generation` counts how often the trainer has started,
+    `acting` is the generation that the connect or update under way is for.
     """
 
-    action: str
-    epoch: int
-    version: int | None = None
-    committed: bool = False
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRecord:
-    """How an update ended on one instance. `verified` counts what the digests covered; None when it did not get that
-    far.
-    """
-
-    version: int
-    committed: bool
-    fenced: bool
-    reason: str
-    seconds: float
-    verified: DigestCounts | None = None
-    attempts: int = 1
-
-
-class Instance:
-    """Run-time state of one instance: its record, what its ranks sent for the present epoch, and the orders given so
-    far.
-    """
-
-    def __init__(self, name: str, spec: EngineSpec, driver: EngineDriver) -> None:
-        self.spec = spec
-        self.driver = driver
-        self.record = InstanceRecord(name)
-        self.orders: list[Order] = []
-        self.updates: list[UpdateRecord] = []
-        self.layout: InstanceLayout | None = None
-        self.identities: dict[int, str] = {}
-        self.paused = False
-        self.plan: TransferPlan | None = None
-        self.parts: PlanParts | None = None
-        self.clear_epoch()
-
-    def clear_epoch(self) -> None:
-        """Forgets what belongs to one epoch: reports, plan, rendezvous and who joined."""
-        self.reports: dict[int, RankReport] = {}
-        self.plan = self.parts = None
-        self.rendezvous: tuple[str, int] | None = None
-        self.joined: set[str] = set()
-        self.failure: WeightcastError | None = None
-        self.clear_update()
-
-    def clear_update(self) -> None:
-        """Forgets what belongs to one update."""
-        self.ready: set[int] = set()
-        self.transferred: set[int] = set()
-        self.stale: str = ""
-        self.digests: dict[int, DigestReport] = {}
-        self.trainer_digests: dict[int, DigestReport] = {}
-
-    @property
-    def name(self) -> str:
-        return self.record.name
-
-    def group(self, pair: str) -> str:
-        """Name of the communicator of the present epoch."""
-        return f"weightcast/{pair}/{self.name}/{self.record.epoch}"
-
-    def on(self, event: Event, *, version: int | None = None, reason: str = "") -> None:
-        """Moves the record on; see `pairs.advance`."""
-        self.record = advance(self.record, event, version=version, reason=reason)
-
-
-class Pair:
-    """Everything the gateway knows of one pair, with the waits on it."""
-
-    def __init__(self, spec: PairSpec) -> None:
+    def __init__(self, spec: PairSpec, store: Store | None = None, updated: Updated = _unseen) -> None:
+        super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence)
         if spec.trainer_world < 1:
             raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
         for name in (spec.name, *spec.instances):
-            if not _NAME.fullmatch(name):
-                raise InputError(f"name {name!r} is not 1 to 64 letters, digits, '.', '_' or '-', the first no '.'")
+            check_name(name)
         if not spec.instances:
             raise InputError(f"pair {spec.name}: no instances")
         urls = [engine.url for engine in spec.instances.values() if engine.url]
         if len(set(urls)) != len(urls):
             raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")
         self.spec = spec
-        self.instances = {
-            name: Instance(name, s, make_driver(name, s, spec.deadlines.engine)) for name, s in spec.instances.items()
-        }
+        self.store = store or Store()
+        self.updated = updated
+        self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
         self.trainer_reports: dict[int, RankReport] = {}
         self.trainer_layout: TrainerLayout | None = None
         self.planners: dict[tuple[str, ...], Planner] = {}
         self.offers: dict[int, int] = {}
-        self.conflict: VersionError | None = None
+        self.conflict: WeightcastError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
-        self.changed = asyncio.Condition()
-        self._notifying: set[asyncio.Task[None]] = set()
-
-    async def notify(self) -> None:
-        """Wakes every wait; call after each change of state."""
-        async with self.changed:
-            self.changed.notify_all()
-
-    def notify_soon(self) -> None:
-        """The same from where nothing can be awaited."""
-        task = asyncio.create_task(self.notify())
-        self._notifying.add(task)
-        task.add_done_callback(self._notifying.discard)
-
-    async def wait(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
-        """Until `ready()`. Raises DeadlineError with what `missing()` says when `seconds` have passed."""
-        async with self.changed:
-            try:
-                await asyncio.wait_for(self.changed.wait_for(ready), seconds)
-            except TimeoutError:
-                raise DeadlineError(f"pair {self.spec.name}: {missing()} within {seconds:g} s") from None
-
-    async def poll(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Like `wait`, for long polls: False instead of an error when the time is over."""
-        async with self.changed:
-            try:
-                await asyncio.wait_for(self.changed.wait_for(ready), seconds)
-            except TimeoutError:
-                return False
-            return True
+        self.busy = asyncio.Lock()
+        self.generation = self.acting = 0
+        self._starts: dict[int, str] = {}
+        self._under_way: tuple[int, dict[str, int]] | None = None
 
     def instance(self, name: str) -> Instance:
         """Raises InputError naming the instances there are."""
@@ -212,168 +81,96 @@ class Pair:
             raise InputError(f"pair {self.spec.name} has no instance {name!r}; it has {', '.join(self.instances)}")
         return found
 
-    def _instance_in(self, name: str, epoch: int) -> Instance:
-        instance = self.instance(name)
-        if epoch != instance.record.epoch:
-            raise PairStateError(f"instance {name} is in epoch {instance.record.epoch}, not {epoch}; connect again")
-        return instance
+    @property
+    def present(self) -> list[Instance]:
+        """The instances that have not left."""
+        return [i for i in self.instances.values() if i.record.phase is not Phase.LEFT and not i.leaving]
 
-    def _check_rank(self, who: str, rank: int, world: int) -> None:
-        if not 0 <= rank < world:
-            raise InputError(f"{who} rank {rank} is not in 0..{world - 1} of pair {self.spec.name}")
-
-    async def register_trainer(self, rank: int, report: RankReport) -> None:
-        """The report of a trainer rank. A rank that registers again starts the trainer anew: all register again."""
-        self._check_rank("trainer", rank, self.spec.trainer_world)
-        self._check_report("trainer", rank, self.spec.trainer_world, report)
-        if rank in self.trainer_reports:
-            self.trainer_reports.clear()
-            self.trainer_layout = None
-        self.trainer_reports[rank] = report
-        await self.notify()
-
-    async def register_instance(
-        self, name: str, epoch: int, rank: int, report: RankReport, identity: str = "", uncommitted: bool = False
-    ) -> None:
-        """The report of an instance's rank.
-
-        `identity` is another one when the rank's memory is; `uncommitted` says that the memory holds an update that was
-        never committed. Both fence the instance, whatever this gateway knows of it.
-        """
-        instance = self._instance_in(name, epoch)
-        self._check_rank(name, rank, instance.spec.world_size)
-        self._check_report(name, rank, instance.spec.world_size, report)
-        if uncommitted or instance.identities.get(rank, identity) != identity:
-            instance.on(Event.DISTRUST)
-        instance.identities[rank] = identity
-        instance.reports[rank] = report
-        await self.notify()
-
-    async def restarted(self, name: str, rank: int) -> None:
-        """A rank of the instance started anew after it had joined: the instance is fenced, and connects anew."""
-        instance = self.instance(name)
-        self._check_rank(name, rank, instance.spec.world_size)
-        instance.on(Event.DISTRUST)
-        if instance.failure is None:
-            instance.failure = ControlError(
-                f"{name} rank {rank} started anew; the next update connects the instance again"
-            )
-        if instance.record.phase is Phase.CONNECTED:
-            instance.on(Event.FAIL, reason=str(instance.failure))
-        await self.notify()
-
-    def _check_report(self, who: str, rank: int, world: int, report: RankReport) -> None:
-        if report.rank != rank or report.world_size != world:
-            raise InputError(
-                f"{who} rank {rank}: the report says rank {report.rank} of {report.world_size}, "
-                f"expected {rank} of {world} in pair {self.spec.name}"
-            )
-
-    async def fail_rank(self, name: str, epoch: int, who: str, error: WeightcastError) -> None:
-        """A rank could not do its step; the first failure of an epoch is kept and stops the update."""
-        instance = self._instance_in(name, epoch)
-        if instance.failure is None:
-            instance.failure = type(error)(f"{who}: {error}")
-        await self.notify()
-
-    async def part(self, name: str, epoch: int, side: str, rank: int, wait: float) -> RankPart | None:
-        """A rank's part of the plan; None while there is no plan yet. Raises what made planning fail."""
-        instance = self._instance_in(name, epoch)
-        await self.poll(
-            lambda: instance.parts is not None or instance.failure is not None or instance.record.epoch != epoch, wait
-        )
-        self._instance_in(name, epoch)
-        if instance.failure is not None:
-            raise instance.failure
-        if instance.parts is None:
-            return None
-        make = instance.parts.trainer_part if side == "trainer" else instance.parts.instance_part
-        return await asyncio.to_thread(make, name, rank)
-
-    async def set_rendezvous(self, name: str, epoch: int, host: str, port: int) -> None:
-        """Where the first member of the communicator listens."""
-        instance = self._instance_in(name, epoch)
-        instance.rendezvous = (host, port)
-        await self.notify()
-
-    async def rendezvous(self, name: str, epoch: int, wait: float) -> tuple[str, int] | None:
-        """Where to join; None while nobody listens yet."""
-        instance = self._instance_in(name, epoch)
-        await self.poll(lambda: instance.rendezvous is not None or instance.failure is not None, wait)
-        if instance.failure is not None:
-            raise instance.failure
-        return instance.rendezvous
-
-    async def join(self, name: str, epoch: int, member: str) -> None:
-        """A member of the communicator has joined it."""
-        self._instance_in(name, epoch).joined.add(member)
-        await self.notify()
-
-    async def orders(self, name: str, after: int, wait: float) -> list[Order]:
-        """The orders of an instance from number `after` on; empty when there is none within `wait` seconds."""
-        instance = self.instance(name)
-        await self.poll(lambda: len(instance.orders) > after, wait)
-        return instance.orders[after:]
+    @property
+    def newest(self) -> int | None:
+        """The greatest version that any instance has committed."""
+        return max((i.record.version for i in self.instances.values() if i.record.version is not None), default=None)
 
     async def give(self, instance: Instance, order: Order) -> None:
-        """Appends an order for the ranks of an instance's communicator."""
-        instance.orders.append(order)
+        """Gives an order to the ranks of an instance's communicator, for the trainer of the step under way."""
+        await instance.give(replace(order, trainer=self.acting))
+
+    # The trainer
+
+    async def register_trainer(self, rank: int, report: RankReport, start: str = "") -> int:
+        """The report of a trainer rank; returns the generation that it belongs to.
+
+        `start` stands for one start of the rank, so that a report that arrives twice is one. A rank that starts again
+        starts the trainer anew: all ranks register again, and a connect or update under way ends.
+        """
+        check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
+        check_report("trainer", rank, self.spec.trainer_world, report, self.spec.name)
+        known = rank in self.trainer_reports
+        if known and start and self._starts.get(rank) == start:
+            return self.generation
+        if known or not self.generation:
+            self._new_generation(rank)
+        self.trainer_reports[rank] = report
+        self._starts[rank] = start
         await self.notify()
+        return self.generation
 
-    async def ready(self, name: str, epoch: int, rank: int, stale: str) -> None:
-        """A rank of the instance checked its layout; `stale` says what changed, empty when nothing did."""
-        instance = self._instance_in(name, epoch)
-        self._check_rank(name, rank, instance.spec.world_size)
-        if stale and not instance.stale:
-            instance.stale = f"rank {rank}: {stale}"
-        instance.ready.add(rank)
-        await self.notify()
+    def _new_generation(self, rank: int) -> None:
+        self.generation += 1
+        self.trainer_reports.clear()
+        self.trainer_layout = None
+        self.forget()
+        if self.generation == 1 or not self.busy.locked():
+            return
+        error = ControlError(f"pair {self.spec.name}: trainer rank {rank} started anew")
+        if self.offers:
+            self.conflict = self.conflict or error
+        for instance in self.present:
+            instance.stop(error)
 
-    async def go(self, name: str, epoch: int, wait: float) -> Order | None:
-        """What a rank that reported ready is to do: the order "run", or "end" when the update was called off."""
-        instance = self._instance_in(name, epoch)
+    async def beat(self, rank: int) -> None:
+        """A trainer rank lives."""
+        check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
+        if rank in self.trainer_reports and self.hear(rank, time.monotonic()):
+            await self.notify()
 
-        def last() -> Order:
-            # Of this epoch: the next one may have begun before this rank was woken.
-            return next(order for order in reversed(instance.orders) if order.epoch == epoch)
+    def listen(self, now: float) -> bool:
+        """See `Side.listen`. What is under way ends when a trainer rank is missing: all instances need all of them."""
+        before = set(self.silent)
+        changed = super().listen(now)
+        if set(self.silent) - before and self.busy.locked():
+            error = DeadlineError(f"pair {self.spec.name}: {self.silence()}")
+            for instance in self.present:
+                instance.stop(error)
+        return changed
 
-        def decided() -> bool:
-            return last().action in ("run", "end", "failed")
+    # Updates
 
-        await self.poll(decided, wait)
-        return last() if decided() else None
-
-    async def transferred(self, name: str, epoch: int, rank: int) -> None:
-        """A trainer rank has sent its part."""
-        self._check_rank("trainer", rank, self.spec.trainer_world)
-        self._instance_in(name, epoch).transferred.add(rank)
-        await self.notify()
-
-    async def digests(self, name: str, epoch: int, side: str, rank: int, report: DigestReport) -> None:
-        """The digests of a rank, trainer or instance."""
-        instance = self._instance_in(name, epoch)
-        self._check_rank(side, rank, self.spec.trainer_world if side == "trainer" else instance.spec.world_size)
-        target = instance.trainer_digests if side == "trainer" else instance.digests
-        target[rank] = report
-        await self.notify()
+    @property
+    def updating(self) -> int | None:
+        """The version that the instances are being updated to."""
+        return self._under_way[0] if self._under_way is not None else None
 
     async def offer(self, rank: int, version: int) -> bool:
         """A trainer rank is ready to send `version`; True for the first. Raises VersionError if it may not be."""
-        self._check_rank("trainer", rank, self.spec.trainer_world)
+        check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         if version < 0:
             raise VersionError(f"pair {self.spec.name}: version {version} is negative")
-        newest = max((i.record.version for i in self.instances.values() if i.record.version is not None), default=None)
+        newest = self.newest
         if newest is not None and version <= newest:
             raise VersionError(
                 f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one"
             )
+        if self.conflict is not None:  # an update that ends for it takes its offers along
+            await self.poll(lambda: not self.offers, self.spec.settings.clean_up)
         others = {v for v in self.offers.values() if v != version}
         if others:
-            self.conflict = VersionError(
+            error = VersionError(
                 f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}"
             )
+            self.conflict = self.conflict or error
             await self.notify()
-            raise self.conflict
+            raise error
         # Decided before anything is awaited: two ranks may offer at the same moment.
         first = not self.offers
         self.offers[rank] = version
@@ -382,18 +179,36 @@ class Pair:
         return first
 
     async def offered(self, version: int) -> None:
-        """Until every trainer rank has offered. Raises VersionError when they disagree, else DeadlineError."""
+        """Until every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks."""
         world = self.spec.trainer_world
-
-        def missing() -> str:
-            absent = ", ".join(str(rank) for rank in range(world) if rank not in self.offers)
-            return f"trainer ranks {absent} did not offer version {version}"
-
         await self.wait(
-            lambda: self.conflict is not None or len(self.offers) == world, self.spec.deadlines.offer, missing
+            lambda: self.conflict is not None or bool(self.silent) or len(self.offers) == world,
+            self.spec.settings.offer,
+            lambda: f"trainer ranks {absent(self.offers, world)} did not offer version {version}",
         )
         if self.conflict is not None:
             raise self.conflict
+        if self.silent:
+            raise DeadlineError(f"pair {self.spec.name}: {self.silence()}")
+
+    async def begin(self, version: int) -> list[Instance]:
+        """The instances that the update to `version` is for, from now on fixed."""
+        members = self.present
+        self._under_way = (version, {i.name: i.given for i in members})
+        await self.notify()
+        return members
+
+    async def begun(self, version: int, wait: float) -> dict[str, int] | None:
+        """The instances of the update to `version` and the number of the first order of each; None until it begins.
+
+        Empty when the update is over, or was refused before it began.
+        """
+
+        def under_way() -> dict[str, int] | None:
+            return self._under_way[1] if self._under_way is not None and self._under_way[0] == version else None
+
+        await self.poll(lambda: under_way() is not None or version in self.results, wait)
+        return {} if version in self.results else under_way()
 
     def decide(self, version: int, records: dict[str, UpdateRecord]) -> None:
         """Ends the update under way: keeps how it ended, and takes offers again."""
@@ -402,35 +217,105 @@ class Pair:
             del self.results[old]
         self.offers.clear()
         self.conflict = None
+        self._under_way = None
+
+    # Instances come and go
+
+    async def join(self, name: str, spec: EngineSpec) -> Instance:
+        """A further instance, or one that had left: fenced until the next update has brought it the newest version."""
+        check_name(name)
+        known = self.instances.get(name)
+        if known in self.present:
+            if known.spec == spec:
+                return known
+            raise ControlError(f"pair {self.spec.name} has an instance {name} already; it has to leave first")
+        if known is None and len(self.instances) >= MAX_INSTANCES:
+            raise ControlError(f"pair {self.spec.name} has had {len(self.instances)} instances; make another pair")
+        if known is not None and known.leaving:
+            raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
+        if spec.url and spec.url in [i.spec.url for i in self.present]:
+            raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
+        joining = Instance(self.spec, name, spec, known.record if known else None, self.store)
+        if known is not None:
+            joining.succeed(known)
+            joining.on(Event.REJOIN)
+            joining.on(Event.DISTRUST, reason="it had left")
+        await joining.save()
+        self.instances[name] = joining
+        await self.notify()
+        return joining
+
+    async def leave(self, name: str) -> Instance:
+        """The instance is no longer one of the pair; what is under way for it ends, and its ranks are told."""
+        leaving = self.instance(name)
+        if leaving in self.present:
+            leaving.leaving = True
+            try:
+                await leaving.save()
+            except ControlError:
+                leaving.leaving = False
+                raise
+            leaving.stop(ControlError(f"instance {name} left pair {self.spec.name}"))
+            if not self.busy.locked():
+                self.let_go()
+        return leaving
+
+    def let_go(self) -> None:
+        """Parts with the instances that leave. Called when nothing is under way that they take part in."""
+        for instance in self.instances.values():
+            if instance.leaving:
+                instance.leaving = False
+                instance.on(Event.LEAVE)
+                self.planners = {names: p for names, p in self.planners.items() if instance.name not in names}
+                instance.give_soon(Order("left", instance.record.epoch, reason=str(instance.failure or "")))
+
+    @classmethod
+    def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:
+        """A pair of an earlier life of the gateway; its instances connect anew, but for those that have left."""
+        pair = cls(spec, store, updated)
+        for one in saved:
+            phase = Phase.LEFT if one.left else Phase.FAILED
+            record = InstanceRecord(one.name, phase, one.epoch, one.version, fenced=one.fenced, reason=RESTARTED)
+            instance = pair.instances[one.name] = Instance(spec, one.name, one.spec, record, store)
+            instance.identities, instance.paused = dict(one.identities), one.paused
+        return pair
 
     def status(self) -> dict[str, Any]:
         """The pair for people, as JSON."""
         return {
             "pair": self.spec.name,
-            "trainer": {"world_size": self.spec.trainer_world, "registered": sorted(self.trainer_reports)},
-            "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
-            "deadlines": asdict(self.spec.deadlines),
-            "instances": {
-                name: {
-                    "phase": i.record.phase.value,
-                    "version": i.record.version,
-                    "serves": i.record.serves,
-                    "fenced": i.record.fenced,
-                    "epoch": i.record.epoch,
-                    "reason": i.record.reason,
-                    "registered": sorted(i.reports),
-                    "orders": len(i.orders),
-                    "world_size": i.spec.world_size,
-                    "updates": [asdict(u) for u in i.updates[-20:]],
-                }
-                for name, i in self.instances.items()
+            "trainer": {
+                "world_size": self.spec.trainer_world,
+                "registered": sorted(self.trainer_reports),
+                "silent": list(self.silent),
             },
+            "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
+            "settings": asdict(self.spec.settings),
+            "commit": self.spec.commit,
+            "instances": {name: _status(i) for name, i in self.instances.items()},
         }
 
 
-def elapsed(since: float) -> float:
-    """Seconds since a `time.monotonic()`."""
-    return time.monotonic() - since
+def _status(i: Instance) -> dict[str, Any]:
+    return {
+        "phase": i.record.phase.value,
+        "version": i.record.version,
+        "serves": i.serves,
+        "fenced": i.record.fenced,
+        "epoch": i.record.epoch,
+        "reason": i.record.reason or (i.silence() if i.silent else ""),
+        "registered": sorted(i.reports),
+        "silent": list(i.silent),
+        "orders": i.given,
+        "world_size": i.world,
+        "updates": [asdict(u) for u in i.updates],
+    }
+
+
+def check_name(name: str) -> None:
+    """Raises InputError for what cannot be the name of a pair or of an instance."""
+    if not _NAME.fullmatch(name):
+        raise InputError(f"name {name!r} is not 1 to 64 letters, digits, '.', '_' or '-', the first no '.'")
 
 
 def as_weightcast_error(error: BaseException) -> WeightcastError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,10 +18,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient
-from weightcast.gateway.membership import DEFAULT_DEADLINE, Member, Waits, digest_report, join, report_of
+from weightcast.gateway.heartbeat import Heartbeat
+from weightcast.gateway.membership import Member, Waits, digest_report, join, report_of
+from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
-from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError, UpdateError, WeightcastError
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    PairStateError,
+    StalePlanError,
+    UpdateError,
+    WeightcastError,
+)
 from weightcast.transfer.executor import Executor, TransferReport
 from weightcast.transfer.layout import RankLayout
 
@@ -43,8 +53,8 @@ class TrainerWorker:
 
     `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
     reached.
-    `deadline` in seconds bounds every wait; without it the pair's own for a transfer does. The token comes from
-    WEIGHTCAST_TOKEN unless given.
+    `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
+    unless given.
     """
 
     def __init__(
@@ -60,15 +70,19 @@ class TrainerWorker:
         address: str = "127.0.0.1",
         deadline: float | None = None,
     ) -> None:
+        self._url, self._token = url, token
         self._client = GatewayClient(url, token)
+        self._heartbeat: Heartbeat | None = None
         self._pair = pair
         self._source = source
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
-        self._waits = Waits.given(deadline or DEFAULT_DEADLINE)
+        self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
         self._cursor: dict[str, int] = {}
+        self._boot = ""
+        self._start, self._generation = "", 0
 
     def connect(self) -> None:
         """Describes and registers this rank, and joins the communicator of every instance.
@@ -77,15 +91,23 @@ class TrainerWorker:
         on.
         """
         self._layout = self._source.describe()
-        status = self._client.pair_status(self._pair)
-        if self._deadline is None:
-            self._waits = Waits.of_pair(status)
-        # Orders before this moment were for the trainer as it was before; new ones come when all ranks have registered.
-        self._cursor = {name: int(record["orders"]) for name, record in status["instances"].items()}
-        self._client.register_trainer(self._pair, report_of(self._layout, self._rank, self._world))
+        self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
+        self._start = uuid.uuid4().hex
+        self._register(self._layout)
+        if self._heartbeat is None:
+            path = f"{self._pair}/trainer/{self._rank}"
+            self._heartbeat = Heartbeat(self._url, self._token, path, self._start, self._waits.heartbeat)
+        # Orders for the trainer as it was before are passed over; new ones come when all ranks have registered.
+        self._boot = ""
+        instances = self._client.pair_status(self._pair)["instances"]
+        self._cursor = {name: 0 for name, record in instances.items() if record["phase"] != "left"}
         if self._rank == 0:
             self._client.start_connect(self._pair)
         self._each(list(self._cursor), self._follow_connect)
+
+    def _register(self, layout: RankLayout) -> None:
+        report = report_of(layout, self._rank, self._world)
+        self._generation = self._client.register_trainer(self._pair, report, self._start)
 
     def update(self, version: int) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided.
@@ -102,10 +124,17 @@ class TrainerWorker:
             )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
             self._rebind(layout)
-        self._client.offer(self._pair, self._rank, version)
+        if not self._client.offer(self._pair, self._rank, version):
+            self._register(layout)  # the gateway was restarted
+            self._client.offer(self._pair, self._rank, version)
+        deadline = time.monotonic() + self._waits.gateway
+        self._boot = ""
+        self._cursor = self._client.begun(self._pair, version, deadline)
+        for name in self._members.keys() - self._cursor.keys() if self._cursor else ():
+            self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
         self._each(list(self._cursor), lambda name: self._follow_update(name, version, reports))
-        instances = self._client.result(self._pair, version, time.monotonic() + self._waits.gateway)
+        instances = self._client.result(self._pair, version, deadline)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failed:
             raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
@@ -113,6 +142,9 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leaves all communicators."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         for member in self._members.values():
             member.close()
         self._members.clear()
@@ -129,8 +161,9 @@ class TrainerWorker:
         """Runs `work` for all instances at once, so that none waits for another; raises the first failure after all
         ended.
         """
-        if len(names) == 1:
-            work(names[0])
+        if len(names) <= 1:
+            for name in names:
+                work(name)
             return
         with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
             futures = [pool.submit(work, name) for name in names]
@@ -144,18 +177,26 @@ class TrainerWorker:
                 raise DeadlineError(
                     f"trainer rank {self._rank}: no order for instance {name} within {self._waits.gateway:g} s"
                 )
-            found = self._client.orders(self._pair, name, self._cursor[name], min(POLL, left))
-            if found:
+            found = self._client.orders(self._pair, name, self._cursor[name], min(POLL, left), self._boot)
+            if self._boot and found.boot != self._boot:
+                raise ControlError(
+                    f"trainer rank {self._rank}: the gateway was restarted while instance {name} was connected or "
+                    "updated; offer a greater version"
+                )
+            self._boot = found.boot
+            if found.orders:
                 self._cursor[name] += 1
-                return found[0]
+                return found.orders[0]
 
     def _follow_connect(self, name: str) -> None:
         deadline = time.monotonic() + self._waits.gateway
         while True:
             order = self._next(name, deadline)
+            if order["trainer"] < self._generation:
+                continue
             if order["action"] == "join":
                 self._join(name, order["epoch"])
-            elif order["action"] == "connected":
+            elif order["action"] in ("connected", "left"):
                 return
             elif order["action"] == "failed":
                 self._raise_failure(name, order)
@@ -188,26 +229,29 @@ class TrainerWorker:
             if order["action"] == "join":
                 self._join(name, order["epoch"])
             elif order["action"] == "run" and order["version"] == version:
-                self._run(name, order["epoch"], reports)
+                self._run(name, order, reports)
             elif order["action"] == "end" and order["version"] == version:
                 return
 
-    def _run(self, name: str, epoch: int, reports: dict[str, TransferReport]) -> None:
+    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
         """Sends this rank's part and digests what it holds; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
+        epoch, version = order["epoch"], order["version"]
         try:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
-            if member.executor is not None:
-                reports[name] = member.executor.run(Deadline.after(self._waits.transfer))
-            self._client.transferred(self._pair, name, epoch, self._rank)
+            executor = member.executor_for(order["layers"], layout)
+            if executor is not None:
+                reports[name] = executor.run(Deadline.after(self._waits.transfer))
+            self._client.transferred(self._pair, name, epoch, self._rank, version)
             report = digest_report(member.part, layout)
-            self._client.digests(self._pair, name, epoch, "trainer", self._rank, report)
+            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report)
         except WeightcastError as error:
             self._tell(name, epoch, error)
 
     def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
-        log.error("trainer rank %d, instance %s: %s", self._rank, name, error)
+        where = {"pair": self._pair, "instance": name, "rank": self._rank}
+        log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
         # A failure that arrives in an epoch that is over concerns nobody any more.
         with suppress(PairStateError):
             self._client.fail(self._pair, name, epoch, f"trainer rank {self._rank}", error)

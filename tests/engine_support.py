@@ -7,22 +7,31 @@ real digests do. So what a test sees is the order of the steps alone.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from plan_support import tables_of
 
+from weightcast.gateway import coordinator, transaction
 from weightcast.gateway.engines import EngineSpec
-from weightcast.gateway.service import Deadlines, Order, Pair, PairSpec
+from weightcast.gateway.instance import Instance
+from weightcast.gateway.pairs import Phase
+from weightcast.gateway.records import CommitPolicy, Order, PairSpec, UpdateRecord
+from weightcast.gateway.service import Pair
+from weightcast.gateway.settings import Settings
 from weightcast.transfer.columns import volumes
-from weightcast.transfer.errors import EngineError, WeightcastError
+from weightcast.transfer.errors import EngineError, PairStateError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport, Region, TensorSpec
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.residues import PRIME
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["ALL", "BOTTOM", "TOP", "Engine", "Trainer", "make_pair"]
+__all__ = ["ALL", "BOTTOM", "STEPS", "TOP", "A", "B", "Engine", "Play", "Trainer", "connected", "make_pair"]
+
+STEPS = ["pause", "begin", "transfer", "end", "publish", "resume"]
+A, B = "rollout-0", "rollout-1"
 
 SPECS = {"w": TensorSpec((8, 4), "bfloat16")}
 TOP, BOTTOM, ALL = Region("w", (0, 0), (4, 4)), Region("w", (4, 0), (4, 4)), Region("w", (0, 0), (8, 4))
@@ -45,8 +54,9 @@ class Engine:
 
     `calls` are the driver's steps so far. `refuses` maps a step to the error it raises, before its ranks do anything;
     `late` to seconds that this, or the answer when its ranks are done, takes. `stale` is how many prepares find that
-    something changed, `corrupt` a rank whose digests are wrong, `silent` one that reports none, `dies` one that fails
-    while receiving.
+    something changed, `stale_after` the same after the first transfer, `moves` how many transfers find that a placement
+    moved under them, `corrupt` a rank whose digests are wrong, `silent` one that reports none, `dies` one that fails
+    while receiving, with an error of the class `dying`, the first `lives` times if that is not 0.
     """
 
     def __init__(self, pair: Pair, name: str, ranks: Sequence[Sequence[Region]]) -> None:
@@ -54,8 +64,11 @@ class Engine:
         self.calls: list[str] = []
         self.refuses: dict[str, Exception] = {}
         self.late: dict[str, float] = {}
-        self.stale = 0
+        self.stale = self.stale_after = self.moves = 0
+        self.layers: list[tuple[int, ...] | None] = []
         self.corrupt = self.silent = self.dies = -1
+        self.dying: type[WeightcastError] = EngineError
+        self.lives = 0
         self.parts: list[RankPart] = []
         self.epoch = 0
         self.received: int | None = None
@@ -64,6 +77,10 @@ class Engine:
     @property
     def world(self) -> int:
         return len(self.ranks)
+
+    @property
+    def instance(self) -> Instance:
+        return self.pair.instance(self.name)
 
     async def _step(self, step: str) -> None:
         self.calls.append(step)
@@ -83,10 +100,10 @@ class Engine:
             raise EngineError(f"instance {self.name}: {type(error).__name__}: {error}") from error
 
     async def _join(self, report: RankReport) -> RankPart:
-        await self.pair.register_instance(self.name, self.epoch, report.rank, report)
-        part = await self.pair.part(self.name, self.epoch, "instance", report.rank, WAIT)
+        await self.instance.register(self.epoch, report.rank, report)
+        part = await self.instance.part(self.epoch, "instance", report.rank, WAIT)
         assert part is not None
-        await self.pair.join(self.name, self.epoch, f"{self.name} rank {report.rank}")
+        await self.instance.join(self.epoch, f"{self.name} rank {report.rank}")
         return part
 
     async def pause(self) -> None:
@@ -99,18 +116,24 @@ class Engine:
         assert group == f"weightcast/{self.pair.spec.name}/{self.name}/{self.epoch}"
         await self._step("transfer")
         try:
+            if self.layers and self.layers[-1:] == [None] and self.stale_after:
+                self.stale, self.stale_after = self.stale_after, 0
             stale, self.stale = self.stale, max(self.stale - 1, 0)
             for rank in range(self.world):
                 changed = "a placement changed" if stale and rank == 0 else ""
-                await self.pair.ready(self.name, self.epoch, rank, changed)
-            order = await self.pair.go(self.name, self.epoch, WAIT)
+                await self.instance.ready(self.epoch, rank, changed, [0] if changed else [])
+            order = await self.instance.go(self.epoch, WAIT)
             assert order is not None
             if order.action != "run":
                 raise EngineError(f"instance {self.name}: called off: {order.reason}")
             self.received = order.version
+            self.layers.append(order.layers)
             if self.dies >= 0:
-                error = EngineError("memory is gone")
-                await self.pair.fail_rank(self.name, self.epoch, f"{self.name} rank {self.dies}", error)
+                error = self.dying("memory is gone")
+                self.lives -= 1
+                if not self.lives:
+                    self.dies = -1
+                await self.instance.fail_rank(self.epoch, f"{self.name} rank 1", error)
                 raise EngineError(f"instance {self.name}: {error}")
         finally:
             await asyncio.sleep(self.late.get("transfer", 0.0))
@@ -120,10 +143,13 @@ class Engine:
         received, self.received = self.received, None
         if received is None:
             return
+        moved, self.moves = self.moves, max(self.moves - 1, 0)
         for part in self.parts:
-            if part.rank != self.silent:
+            if moved and part.rank == 0:
+                await self.instance.report_moved(self.epoch, part.rank, received, [moved])
+            elif part.rank != self.silent:
                 report = digests_of(part, received + (part.rank == self.corrupt))
-                await self.pair.digests(self.name, self.epoch, "instance", part.rank, report)
+                await self.instance.report_digests(self.epoch, "instance", part.rank, received, report)
 
     async def publish(self, version: int) -> None:
         await self._step("publish")
@@ -133,6 +159,11 @@ class Engine:
 
     async def disconnect(self, group: str) -> None:
         await self._step("disconnect")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    digests = staticmethod(digests_of)
 
 
 class Trainer:
@@ -153,11 +184,11 @@ class Trainer:
 
     async def follow(self, *last: str) -> None:
         """Follows the orders of every instance to the first of the actions `last`."""
-        await asyncio.gather(*(self._follow(name, last) for name in self.pair.instances))
+        await asyncio.gather(*(self._follow(i.name, last) for i in self.pair.present))
 
     async def _follow(self, name: str, last: tuple[str, ...]) -> None:
         while True:
-            orders = await self.pair.orders(name, self.cursor[name], WAIT)
+            orders = await self.pair.instance(name).orders_from(self.cursor[name], WAIT)
             assert orders, f"no order for {name} within {WAIT} s"
             order = orders[0]
             self.cursor[name] += 1
@@ -166,22 +197,30 @@ class Trainer:
             elif order.action == "run" and not self.silent:
                 await asyncio.sleep(0.01)
                 assert order.version is not None
-                await self.pair.transferred(name, order.epoch, self.rank)
-                report = digests_of(self.parts[name], order.version)
-                await self.pair.digests(name, order.epoch, "trainer", self.rank, report)
+                with suppress(VersionError, PairStateError):  # it came too late: somebody else has failed
+                    await self._send(name, order.epoch, order.version)
             # An "end" without a version calls an attempt off; the update goes on.
             if order.action in last and not (order.action == "end" and order.version is None):
                 self.told[name] = order
                 return
 
+    async def _send(self, name: str, epoch: int, version: int) -> None:
+        instance = self.pair.instance(name)
+        await instance.transferred(epoch, self.rank, version)
+        report = digests_of(self.parts[name], version)
+        await instance.report_digests(epoch, "trainer", self.rank, version, report)
+
     async def _join(self, name: str, epoch: int) -> None:
-        part = await self.pair.part(name, epoch, "trainer", self.rank, WAIT)
+        instance = self.pair.instance(name)
+        part = await instance.part(epoch, "trainer", self.rank, WAIT)
         assert part is not None
         self.parts[name] = part
-        await self.pair.join(name, epoch, f"trainer rank {self.rank}")
+        await instance.join(epoch, f"trainer rank {self.rank}")
 
 
-def make_pair(*instances: str, **deadlines: float) -> tuple[Pair, dict[str, Engine], list[Trainer]]:
+def make_pair(
+    *instances: str, commit: CommitPolicy = "each", **settings: float
+) -> tuple[Pair, dict[str, Engine], list[Trainer]]:
     """A pair of two trainer ranks and instances of two ranks, the first of which holds the tensor twice."""
     seconds: dict[str, Any] = {
         "register": 2.0,
@@ -189,9 +228,64 @@ def make_pair(*instances: str, **deadlines: float) -> tuple[Pair, dict[str, Engi
         "prepare": 2.0,
         "transfer": 2.0,
         "verify": 2.0,
-        **deadlines,
+        **settings,
     }
-    spec = PairSpec("main", 2, {name: EngineSpec("worker", 2) for name in instances}, Deadlines(**seconds))
+    specs = {name: EngineSpec("worker", 2) for name in instances}
+    spec = PairSpec("main", 2, specs, Settings(**seconds), commit=commit)
     pair = Pair(spec)
     engines = {name: Engine(pair, name, [[ALL, ALL], [ALL]]) for name in instances}
     return pair, engines, [Trainer(pair, rank) for rank in range(2)]
+
+
+class Play:
+    """A pair with its players, for one event loop."""
+
+    def __init__(self, *instances: str, commit: CommitPolicy = "each", **settings: float) -> None:
+        self.pair, self.engines, self.trainers = make_pair(*(instances or (A,)), commit=commit, **settings)
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[A]
+
+    async def connect(self) -> None:
+        for trainer in self.trainers:
+            await trainer.register()
+        await self._both(coordinator.connect(self.pair, "127.0.0.1", 1), "connected", "failed")
+
+    async def update(self, version: int) -> UpdateRecord:
+        """The record of the first instance; the calls that led to it are `engine.calls`."""
+        for engine in self.engines.values():
+            engine.calls.clear()
+        for trainer in self.trainers:
+            await self.pair.offer(trainer.rank, version)
+        await self._both(transaction.update(self.pair, version, "127.0.0.1", 1), "end")
+        for name, record in self.pair.results[version].items():
+            for trainer in self.trainers:
+                told = trainer.told[name]
+                assert (told.version, told.committed, told.reason) == (version, record.committed, record.reason)
+        return self.pair.results[version][A]
+
+    async def join(self, name: str) -> None:
+        """An instance joins, with its player."""
+        await self.pair.join(name, EngineSpec("worker", 2))
+        self.engines[name] = Engine(self.pair, name, [[ALL, ALL], [ALL]])
+        for trainer in self.trainers:
+            trainer.cursor.setdefault(name, 0)
+
+    async def _both(self, work: Coroutine[Any, Any, None], *last: str) -> None:
+        await asyncio.wait_for(asyncio.gather(work, *(t.follow(*last) for t in self.trainers)), 20.0)
+
+    def state(self, name: str = A) -> tuple[Phase, int | None, bool]:
+        """Phase, version, whether it is fenced."""
+        record = self.pair.instances[name].record
+        return record.phase, record.version, record.fenced
+
+
+async def connected(*instances: str, version: int | None = 1, commit: CommitPolicy = "each", **settings: float) -> Play:
+    """A play that has committed `version`."""
+    play = Play(*instances, commit=commit, **settings)
+    await play.connect()
+    if version is not None:
+        record = await play.update(version)
+        assert record.committed, record.reason
+    return play

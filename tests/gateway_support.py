@@ -27,7 +27,7 @@ def running_gateway() -> Iterator[tuple[str, str]]:
         try:
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())
-            assert said == {"url": f"http://127.0.0.1:{port}", "token": None}
+            assert said == {"url": f"http://127.0.0.1:{port}", "token": None, "tokens": {}}
             yield said["url"], token
         finally:
             process.terminate()

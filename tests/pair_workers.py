@@ -89,10 +89,10 @@ class SlotSink:
         return faults
 
 
-def create(url: str, pair: str, instances: dict[str, int], **deadlines: float) -> None:
+def create(url: str, pair: str, instances: dict[str, int], **settings: float) -> None:
     with GatewayClient(url) as client:
         specs = {name: {"kind": "worker", "world_size": world} for name, world in instances.items()}
-        client.create_pair(pair, 2, specs, deadlines)
+        client.create_pair(pair, 2, specs, settings)
 
 
 def error_of(error: WeightcastError) -> str:

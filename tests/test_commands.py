@@ -104,8 +104,8 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     rows = lines_of(out)
     heads = [row[:7] for row in rows]
     assert ["instance", "phase", "version", "serves", "fenced", "ranks", "epoch"] in heads
-    assert ["rollout-0", "registering", "-", "no", "no", "0 of 2", "1"] in heads
-    assert ["rollout-0", "failed", "-", "no", "no", "2 of 2", "1"] in heads
+    assert ["rollout-0", "registering", "-", "no", "FENCED", "0 of 2", "1"] in heads
+    assert ["rollout-0", "failed", "-", "no", "FENCED", "2 of 2", "1"] in heads
     assert "pair idle: 0 of 3 trainer ranks registered" in out
     assert "pair busy: 1 of 1 trainer ranks registered" in out
     assert "pair busy: instance rollout-0: rollout-0 rank 0, rollout-0 rank 1, trainer rank 0 did not join" in out
@@ -113,7 +113,7 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     status, out, err = say("status", "--gateway", gateway, "--json")
     assert (status, err) == (0, "")
     found = {pair["pair"]: pair for pair in json.loads(out)["pairs"]}
-    assert found["idle"]["trainer"] == {"world_size": 3, "registered": []}
+    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": []}
     assert list(found["idle"]["instances"]) == ["rollout-0", "rollout-1"]
     assert found["busy"]["instances"]["rollout-0"]["registered"] == [0, 1]
     assert found["busy"]["instances"]["rollout-0"]["version"] is None

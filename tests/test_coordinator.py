@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
-from engine_support import TOP, Engine, make_pair
+from engine_support import STEPS, TOP, A, B, Play, connected
 
-from weightcast.gateway import coordinator
+from weightcast.gateway import coordinator, transaction
+from weightcast.gateway.instance import Instance
 from weightcast.gateway.pairs import Phase
-from weightcast.gateway.service import Instance, Order, UpdateRecord
+from weightcast.gateway.records import Order
 from weightcast.transfer.errors import CoverageError, EngineError
-
-STEPS = ["pause", "begin", "transfer", "end", "publish", "resume"]
-A, B = "rollout-0", "rollout-1"
 
 
 @pytest.fixture(autouse=True)
@@ -28,53 +25,6 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
-
-
-class Play:
-    """A pair with its players, for one event loop."""
-
-    def __init__(self, *instances: str, **deadlines: float) -> None:
-        self.pair, self.engines, self.trainers = make_pair(*(instances or (A,)), **deadlines)
-
-    @property
-    def engine(self) -> Engine:
-        return self.engines[A]
-
-    async def connect(self) -> None:
-        for trainer in self.trainers:
-            await trainer.register()
-        await self._both(coordinator.connect(self.pair, "127.0.0.1", 1), "connected", "failed")
-
-    async def update(self, version: int) -> UpdateRecord:
-        """The record of the first instance; the calls that led to it are `engine.calls`."""
-        for engine in self.engines.values():
-            engine.calls.clear()
-        for trainer in self.trainers:
-            await self.pair.offer(trainer.rank, version)
-        await self._both(coordinator.update(self.pair, version, "127.0.0.1", 1), "end")
-        for name, record in self.pair.results[version].items():
-            for trainer in self.trainers:
-                told = trainer.told[name]
-                assert (told.version, told.committed, told.reason) == (version, record.committed, record.reason)
-        return self.pair.results[version][A]
-
-    async def _both(self, work: Coroutine[Any, Any, None], *last: str) -> None:
-        await asyncio.wait_for(asyncio.gather(work, *(t.follow(*last) for t in self.trainers)), 20.0)
-
-    def state(self, name: str = A) -> tuple[Phase, int | None, bool]:
-        """Phase, version, whether it is fenced."""
-        record = self.pair.instances[name].record
-        return record.phase, record.version, record.fenced
-
-
-async def connected(*instances: str, version: int | None = 1, **deadlines: float) -> Play:
-    """A play that has committed `version`."""
-    play = Play(*instances, **deadlines)
-    await play.connect()
-    if version is not None:
-        record = await play.update(version)
-        assert record.committed, record.reason
-    return play
 
 
 def refusal(step: str) -> EngineError:
@@ -88,7 +38,7 @@ def test_steps_of_an_update() -> None:
     async def run() -> None:
         play = await connected(version=None)
         assert play.engine.calls == ["connect"]
-        assert play.state() == (Phase.CONNECTED, None, False)
+        assert play.state() == (Phase.CONNECTED, None, True)
         record = await play.update(1)
         assert play.engine.calls == STEPS
         assert play.state() == (Phase.CONNECTED, 1, False)
@@ -104,7 +54,7 @@ def test_steps_of_an_update() -> None:
 
 def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_digests() -> None:
     async def run() -> None:
-        play = await connected(version=None)
+        play = await connected()
         seen: dict[str, tuple[str, bool, int | None]] = {}
 
         def spy(step: str) -> None:
@@ -126,15 +76,15 @@ def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_di
             await give(instance, order)
 
         play.pair.give = spied_give  # type: ignore[method-assign]
-        await play.update(1)
+        await play.update(2)
         assert given == [("prepare", False), ("run", True), ("end", False)]
         assert seen == {
-            "pause": ("preparing", False, None),
-            "begin": ("preparing", False, None),
-            "transfer": ("preparing", False, None),
-            "end": ("transferring", True, None),
-            "publish": ("verifying", True, None),
-            "resume": ("connected", False, 1),
+            "pause": ("preparing", False, 1),
+            "begin": ("preparing", False, 1),
+            "transfer": ("preparing", False, 1),
+            "end": ("transferring", True, 1),
+            "publish": ("verifying", True, 1),
+            "resume": ("connected", False, 2),
         }
 
     asyncio.run(run())
@@ -370,7 +320,7 @@ def test_an_update_that_nobody_else_offers_asks_nothing_of_the_engine() -> None:
         play = await connected(offer=0.3)
         play.engine.calls.clear()
         await play.pair.offer(0, 2)
-        await coordinator.update(play.pair, 2, "127.0.0.1", 1)
+        await transaction.update(play.pair, 2, "127.0.0.1", 1)
         record = play.pair.results[2][A]
         assert record.reason == "pair main: trainer ranks 1 did not offer version 2 within 0.3 s"
         assert (record.committed, record.fenced) == (False, False)
@@ -385,8 +335,8 @@ def test_an_engine_that_refuses_to_connect_fails_alone() -> None:
         play = Play(A, B)
         play.engine.refuses["connect"] = refusal("init_weights_update_group")
         await play.connect()
-        assert play.state() == (Phase.FAILED, None, False)
-        assert play.state(B) == (Phase.CONNECTED, None, False)
+        assert play.state() == (Phase.FAILED, None, True)
+        assert play.state(B) == (Phase.CONNECTED, None, True)
         for trainer in play.trainers:
             assert (trainer.told[A].action, trainer.told[B].action) == ("failed", "connected")
             assert trainer.told[A].reason == str(refusal("init_weights_update_group"))

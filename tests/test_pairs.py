@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
 from weightcast.transfer.errors import PairStateError, VersionError
@@ -75,23 +78,101 @@ def test_illegal_event_names_phase_and_event() -> None:
         advance(InstanceRecord("rollout-0"), Event.TRANSFER)
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(Event)), st.integers(0, 5)), max_size=60))
-def test_invariants_on_any_walk(walk: list[tuple[Event, int]]) -> None:
-    record = InstanceRecord("rollout-0")
-    for event, version in walk:
-        before = record
+class Instance(RuleBasedStateMachine):
+    """Any events in any order, against a second account of what an instance may do.
+
+    `memory` is the set of versions whose bytes lie in the memory of a real instance that goes through the same events:
+    one that is not fenced holds its version and nothing else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = InstanceRecord("rollout-0")
+        self.memory: set[int | None] = {None}
+        self.seen: list[InstanceRecord] = []
+
+    def _on(self, event: Event, version: int | None = None, reason: str = "") -> bool:
+        before = self.record
         try:
-            record = advance(record, event, version=version)
+            self.record = advance(before, event, version=version, reason=reason)
         except (PairStateError, VersionError):
-            assert record is before
-            continue
-        if before.version is not None:
-            assert record.version is not None
-            assert record.version >= before.version
-        if before.fenced and not record.fenced:
-            assert event is Event.COMMIT
-            assert before.phase is Phase.VERIFYING
-        if record.phase in (Phase.TRANSFERRING, Phase.VERIFYING):
-            assert record.fenced
-            assert not record.serves
-        assert record.epoch >= before.epoch
+            return False
+        self.seen.append(before)
+        return True
+
+    @rule(event=st.sampled_from([e for e in Event if e not in (Event.PREPARE, Event.TRANSFER, Event.COMMIT)]))
+    def step(self, event: Event) -> None:
+        phase = self.record.phase
+        done = self._on(event, reason="why")
+        always = {Event.LEAVE, Event.DISTRUST} | ({Event.FAIL} if phase is not Phase.LEFT else set())
+        assert done or event not in always
+        if event is Event.RESEND:
+            assert done == (phase is Phase.TRANSFERRING)
+        if done and event is Event.DISTRUST:
+            self.memory = {None}  # another process: nobody knows what it holds
+
+    @rule(version=st.integers(0, 30))
+    def prepare(self, version: int) -> None:
+        before = self.record
+        done = self._on(Event.PREPARE, version)
+        newer = before.version is None or version > before.version
+        assert done == (before.phase is Phase.CONNECTED and newer)
+
+    @rule()
+    def transfer(self) -> None:
+        if self._on(Event.TRANSFER):
+            self.memory.add(self.record.target)
+
+    @rule(version=st.integers(0, 30), right=st.booleans())
+    def commit(self, version: int, right: bool) -> None:
+        """What has been verified lies whole in the memory; a commit of anything else is refused."""
+        before = self.record
+        version = before.target if right and before.target is not None else version
+        if self._on(Event.COMMIT, version):
+            repeated = before.phase is Phase.CONNECTED and before.version == version
+            assert repeated or (before.phase is Phase.VERIFYING and before.target == version)
+            assert not repeated or self.record is before, "a repeated commit changes nothing"
+            if not repeated:
+                self.memory = {version}
+
+    @precondition(lambda self: self.record.phase is Phase.CONNECTED)
+    @rule(more=st.integers(1, 3))
+    def whole_update(self, more: int) -> None:
+        """So that long histories are not left to chance."""
+        version = (self.record.version or 0) + more
+        for event in UPDATE:
+            assert self._on(event, version if event in (Event.PREPARE, Event.COMMIT) else None)
+        self.memory = {version}
+        assert self.record.serves
+
+    @invariant()
+    def only_one_version_is_served(self) -> None:
+        if self.record.serves:
+            assert self.memory == {self.record.version}
+
+    @invariant()
+    def a_fence_stands_from_the_first_byte(self) -> None:
+        assert self.record.fenced or self.record.phase not in (Phase.TRANSFERRING, Phase.VERIFYING)
+        assert self.record.fenced or len(self.memory) == 1
+        assert self.record.version is not None or self.record.fenced, "a new instance is fenced"
+
+    @invariant()
+    def numbers_only_grow(self) -> None:
+        if self.seen:
+            before = self.seen[-1]
+            assert self.record.epoch >= before.epoch
+            assert before.version is None or (self.record.version or -1) >= before.version
+            assert self.record.phase in (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING) or (
+                self.record.target is None
+            )
+
+    @invariant()
+    def every_transition_is_recorded(self) -> None:
+        changed = sum(1 for a, b in itertools.pairwise([*self.seen, self.record]) if a is not b)
+        assert len(self.record.history) == min(changed, 1000)
+        if self.record.history:
+            assert self.record.history[-1][1] == str(self.record.phase)
+
+
+Instance.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestInstance = Instance.TestCase

@@ -1,0 +1,235 @@
+"""One gateway, and many ranks that move nothing: how long a connect and an update take.
+
+    python benchmarks/bench_gateway.py [--instances 64] [--ranks 8] [--trainers 8] [--updates 5]
+
+The gateway is a real process. Ranks are tasks of this process that send the requests that real ones send, over a
+connection each; they hold one small tensor each way, and join no communicator. A round trip is from the first offer to
+the moment when every trainer rank has the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.tokens import make_token
+from weightcast.transfer import wire
+from weightcast.transfer.layout import RankReport, Region, RegionTable, TensorSpec
+from weightcast.transfer.plan import RankPart
+from weightcast.transfer.residues import PRIME
+from weightcast.transfer.wire import DigestReport
+
+WAIT = 20
+
+
+class Connection:
+    """HTTP/1.1 over one connection, as little of it as the gateway needs."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self._port, self._head = port, f"Host: gateway\r\nAuthorization: Bearer {token}\r\n"
+        self.requests = 0
+
+    async def open(self) -> None:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+
+    async def ask(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> tuple[int, bytes]:
+        head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        raw = await self._reader.readuntil(b"\r\n\r\n")
+        status = int(raw[9:12])
+        at = raw.lower().find(b"content-length: ")
+        length = int(raw[at + 16 : raw.index(b"\r\n", at)]) if at >= 0 else 0
+        answer = await self._reader.readexactly(length)
+        self.requests += 1
+        if status >= 400:
+            raise RuntimeError(f"{method} {path}: {status} {answer[:300]!r}")
+        return status, answer
+
+    async def poll(self, path: str) -> bytes:
+        while True:
+            status, body = await self.ask("GET", f"{path}{'&' if '?' in path else '?'}wait={WAIT}")
+            if status != 204:
+                return body
+
+
+def report_of(rank: int, world: int, rows: int) -> bytes:
+    """A report of one tensor in `world` row shards, or whole for a world of which each rank has all of it."""
+    share = rows // world
+    table = RegionTable.from_regions(
+        {"w": TensorSpec((rows, 4), "bfloat16")}, [Region("w", (share * rank, 0), (share, 4))]
+    )
+    return wire.encode_report(RankReport(rank, world, f"host{rank}", table))
+
+
+def digests_of(part: RankPart, version: int) -> bytes:
+    """Numbers that add up as digests do."""
+    values = [int(size.prod()) * (1000 + version) % PRIME for size in part.digests.size]
+    digest = np.array([value << 32 | value for value in values], dtype=np.uint64)
+    name = None if part.is_trainer else part.instance
+    return wire.encode_digests(DigestReport(name, part.rank, part.digests.cell, digest))
+
+
+class Rank:
+    """An inference rank: follows orders."""
+
+    def __init__(self, connection: Connection, name: str, rank: int, report: bytes, first: bool) -> None:
+        self.c, self.name, self.rank, self.report, self.first = connection, name, rank, report, first
+        self.base = f"/pairs/p/instances/{name}"
+
+    async def run(self) -> None:
+        await self.c.open()
+        after = 0
+        part: RankPart | None = None
+        while True:
+            _, body = await self.c.ask("GET", f"{self.base}/orders?after={after}&wait={WAIT}")
+            for order in json.loads(body)["orders"]:
+                after += 1
+                here = f"{self.base}/{order['epoch']}"
+                if order["action"] == "register":
+                    await self.c.ask("POST", f"{here}/ranks/{self.rank}/report?identity=x", self.report, MSGPACK)
+                elif order["action"] == "join":
+                    part = wire.decode_part(await self.c.poll(f"{here}/parts/instance/{self.rank}"))
+                    await self.c.poll(f"{here}/rendezvous")
+                    await self.joined(here, f"{self.name} rank {self.rank}")
+                elif order["action"] == "prepare" and part is not None:
+                    await self.c.ask("POST", f"{here}/ranks/{self.rank}/ready", b'{"stale": "", "layers": []}')
+                    go = json.loads(await self.c.poll(f"{here}/go"))
+                    path = f"{here}/instance/{self.rank}/digests?version={go['version']}"
+                    await self.c.ask("POST", path, digests_of(part, go["version"]), MSGPACK)
+
+    async def joined(self, here: str, member: str) -> None:
+        await self.c.ask("POST", f"{here}/joined", json.dumps({"member": member}).encode())
+
+
+class Trainer:
+    """A trainer rank: a connection for itself and one for each instance, as `TrainerWorker` has threads."""
+
+    def __init__(self, make: Any, names: list[str], rank: int, world: int, rows: int) -> None:
+        self.own: Connection = make()
+        self.connections: dict[str, Connection] = {name: make() for name in names}
+        self.after = dict.fromkeys(names, 0)
+        self.parts: dict[str, RankPart] = {}
+        self.rank, self.report = rank, report_of(rank, world, rows)
+
+    async def connect(self) -> None:
+        await asyncio.gather(self.own.open(), *(c.open() for c in self.connections.values()))
+        await self.own.ask("POST", f"/pairs/p/trainer/{self.rank}/report?start=a", self.report, MSGPACK)
+        if self.rank == 0:
+            await self.own.ask("POST", "/pairs/p/connect")
+        await self.follow("connected")
+
+    async def update(self, version: int) -> None:
+        body = json.dumps({"rank": self.rank, "version": version}).encode()
+        await self.own.ask("POST", "/pairs/p/offers", body)
+        await self.own.poll(f"/pairs/p/updates/{version}/instances")
+        await self.follow("end")
+        result = json.loads(await self.own.poll(f"/pairs/p/updates/{version}"))
+        failed = [record["reason"] for record in result.values() if not record["committed"]]
+        if failed:
+            raise RuntimeError(failed[0])
+
+    async def follow(self, last: str) -> None:
+        await asyncio.gather(*(self._follow(name, last) for name in self.connections))
+
+    async def _follow(self, name: str, last: str) -> None:
+        c, base = self.connections[name], f"/pairs/p/instances/{name}"
+        while True:
+            _, body = await c.ask("GET", f"{base}/orders?after={self.after[name]}&wait={WAIT}")
+            for order in json.loads(body)["orders"]:
+                self.after[name] += 1
+                here = f"{base}/{order['epoch']}"
+                if order["action"] == "join":
+                    self.parts[name] = part = wire.decode_part(await c.poll(f"{here}/parts/trainer/{self.rank}"))
+                    if part.group_rank == 0:
+                        await c.ask("PUT", f"{here}/rendezvous", b'{"host": "127.0.0.1", "port": 29500}')
+                    body = json.dumps({"member": f"trainer rank {self.rank}"}).encode()
+                    await c.ask("POST", f"{here}/joined", body)
+                elif order["action"] == "run":
+                    where = f"{here}/trainer/{self.rank}"
+                    await c.ask("POST", f"{where}/transferred?version={order['version']}")
+                    report = digests_of(self.parts[name], order["version"])
+                    await c.ask("POST", f"{where}/digests?version={order['version']}", report, MSGPACK)
+                elif order["action"] == last:
+                    return
+
+
+async def play(arguments: argparse.Namespace, port: int, token: str, gateway: int) -> None:
+    made: list[Connection] = []
+
+    def make() -> Connection:
+        made.append(Connection(port, token))
+        return made[-1]
+
+    names = [f"rollout-{n}" for n in range(arguments.instances)]
+    rows = 4 * arguments.ranks * arguments.trainers
+    operator = make()
+    await operator.open()
+    spec = {name: {"kind": "worker", "world_size": arguments.ranks} for name in names}
+    pair = {"trainer_world": arguments.trainers, "instances": spec}
+    await operator.ask("PUT", "/pairs/p", json.dumps(pair).encode())
+    reports = [report_of(rank, arguments.ranks, rows) for rank in range(arguments.ranks)]
+    ranks = [Rank(make(), name, rank, reports[rank], False) for name in names for rank in range(arguments.ranks)]
+    tasks = [asyncio.create_task(rank.run()) for rank in ranks]
+    trainers = [Trainer(make, names, rank, arguments.trainers, rows) for rank in range(arguments.trainers)]
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(f"{arguments.instances} instances of {arguments.ranks} ranks, {arguments.trainers} trainer ranks, 1 gateway")
+    print(f"{'':10}{'seconds':>9}{'gateway CPU':>13}{'requests':>10}")
+    for version in range(arguments.updates + 1):
+        begun, spent, asked = time.monotonic(), cpu_of(gateway), sum(c.requests for c in made)
+        await asyncio.gather(*(t.update(version) if version else t.connect() for t in trainers))
+        seconds = time.monotonic() - begun
+        label = f"update {version}" if version else "connect"
+        requests = sum(c.requests for c in made) - asked
+        print(f"{label:10}{seconds:>8.2f} s{cpu_of(gateway) - spent:>11.2f} s{requests:>10}", flush=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def cpu_of(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
+    with open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=64)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--trainers", type=int, default=8)
+    parser.add_argument("--updates", type=int, default=5)
+    arguments = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    token = make_token()
+    command = [sys.executable, "-m", "weightcast", "gateway", "--json", "--port", str(port)]
+    with subprocess.Popen(
+        command, env={**os.environ, TOKEN_VARIABLE: token}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            asyncio.run(play(arguments, port, token, process.pid))
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""A rank's sign of life: a thread that tells the gateway, every few seconds, that its process lives."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from weightcast.gateway.client import GatewayClient
+from weightcast.transfer.errors import WeightcastError
+
+__all__ = ["Heartbeat"]
+
+log = logging.getLogger("weightcast.worker")
+
+
+class Heartbeat:
+    """Beats until it is closed. `path` and `identity` are those of `GatewayClient.beat`.
+
+    A thread, because a rank computes for minutes between two calls of ours. A beat that does not arrive is not
+    repeated: the next one says the same.
+    """
+
+    def __init__(self, url: str, token: str | None, path: str, identity: str, seconds: float) -> None:
+        self._client = GatewayClient(url, token, timeout=max(seconds, 1.0))
+        self._path, self._identity, self._seconds = path, identity, seconds
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="weightcast-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._client.beat(self._path, self._identity)
+            except WeightcastError as error:
+                log.debug("heartbeat of %s: %s", self._path, error)
+            if self._end.wait(self._seconds):
+                break
+        self._client.close()
+
+    def close(self) -> None:
+        """Beats no more. Does not wait for a beat under way."""
+        self._end.set()

@@ -1,0 +1,69 @@
+"""What is fixed about a pair and what is said of its updates: values that travel between gateway and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.settings import Settings
+from weightcast.gateway.verify import DigestCounts
+
+__all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord"]
+
+CommitPolicy = Literal["each", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpec:
+    """One trainer of `trainer_world` ranks and the instances that it feeds at first.
+
+    `commit` says who gets a version: "each" instance that has it verified, or "all" together or none: then nothing is
+    written before all are ready, and no instance serves the new version unless all have it.
+    """
+
+    name: str
+    trainer_world: int
+    instances: dict[str, EngineSpec]
+    settings: Settings = field(default_factory=Settings)
+    bucket_bytes: int = 256 << 20
+    commit: CommitPolicy = "each"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the ranks of an instance's communicator are to do next.
+
+    `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of
+    `epoch` and join), "connected", "prepare" (check that the layout still holds, then report ready), "run" (transfer
+    `version`; of `layers` alone if there are any), "end" (the update to `version` is over: committed or not, and why),
+    "failed" (connecting is), "left" (the instance is no longer one of the pair). `version` of "register", "join" and
+    "connected" is that of the update that they belong to, None outside of one. `trainer` counts how often the trainer
+    had started when the connect or update began.
+    """
+
+    action: str
+    epoch: int
+    version: int | None = None
+    committed: bool = False
+    reason: str = ""
+    layers: tuple[int, ...] | None = None
+    trainer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """How an update ended on one instance.
+
+    `verified` counts what the digests covered; None when it did not get that far. `attempts` counts passes through the
+    steps, `resends` those of them that sent layers again.
+    """
+
+    version: int
+    committed: bool
+    fenced: bool
+    reason: str
+    seconds: float
+    verified: DigestCounts | None = None
+    attempts: int = 1
+    resends: int = 0

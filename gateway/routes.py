@@ -1,0 +1,264 @@
+"""The routes: what each is for, who may use it (its one tag is the scope), and which call it becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from weightcast.gateway.bodies import (
+    BeatBody,
+    EngineBody,
+    FailureBody,
+    MemberBody,
+    MovedBody,
+    OfferBody,
+    PairBody,
+    ReadyBody,
+    RendezvousBody,
+)
+from weightcast.gateway.guard import MAX_BODY, MSGPACK
+from weightcast.gateway.inspection import inspect_instance
+from weightcast.gateway.instance import Instance
+from weightcast.gateway.pool import Gateway
+from weightcast.transfer import errors, wire
+from weightcast.transfer.errors import ControlError
+
+__all__ = ["add_routes"]
+
+MAX_POLL = 30.0
+"""Longest long poll in seconds; clients ask again."""
+LARGE_BODY = 256 << 10
+"""Bodies above so many bytes are decoded beside the event loop."""
+
+READ: list[str | Enum] = ["read"]
+WORKER: list[str | Enum] = ["worker"]
+OPERATOR: list[str | Enum] = ["operator"]
+
+Side = Literal["trainer", "instance"]
+Wait = Annotated[float, Query(ge=0.0, le=MAX_POLL)]
+Version = Annotated[int, Query(ge=0, lt=1 << 62)]
+Identity = Annotated[str, Query(max_length=64)]
+T = TypeVar("T")
+
+
+def add_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Adds all routes."""
+    _health_routes(app, gateway)
+    _pair_routes(app, gateway)
+    _instance_routes(app, gateway)
+    _trainer_routes(app, gateway)
+    _rank_routes(app, gateway)
+
+
+def _health_routes(app: FastAPI, gateway: Gateway) -> None:
+    """What monitoring asks."""
+
+    @app.get("/healthz", tags=READ)
+    async def healthz() -> JSONResponse:
+        if gateway.store.trouble:
+            return JSONResponse({"status": "failing", "reason": gateway.store.trouble}, status_code=503)
+        return JSONResponse({"status": "ok", "pairs": len(gateway.pairs)})
+
+    @app.get("/metrics", tags=READ)
+    async def metrics() -> Response:
+        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
+    """What is asked of whole pairs."""
+
+    @app.get("/pairs", tags=READ)
+    async def list_pairs() -> dict[str, Any]:
+        return {"pairs": [pair.status() for pair in gateway.pairs.values()]}
+
+    @app.put("/pairs/{name}", tags=OPERATOR)
+    async def create(name: str, body: PairBody) -> dict[str, Any]:
+        return (await gateway.create(body.spec(name))).status()
+
+    @app.get("/pairs/{name}", tags=READ)
+    async def status(name: str) -> dict[str, Any]:
+        return gateway.pair(name).status()
+
+    @app.delete("/pairs/{name}", tags=OPERATOR)
+    async def delete(name: str) -> dict[str, Any]:
+        await gateway.delete(name)
+        return {"deleted": name}
+
+    @app.get("/pairs/{name}/updates/{version}", tags=READ)
+    async def result(name: str, version: int, wait: Wait = 0.0) -> Response:
+        pair = gateway.pair(name)
+        if not await pair.poll(lambda: version in pair.results, wait):
+            return Response(status_code=204)
+        return JSONResponse({key: asdict(record) for key, record in pair.results[version].items()})
+
+
+def _instance_routes(app: FastAPI, gateway: Gateway) -> None:
+    """What is asked of whole instances."""
+
+    @app.put("/pairs/{name}/instances/{instance}", tags=OPERATOR)
+    async def join(name: str, instance: str, body: EngineBody) -> dict[str, Any]:
+        await gateway.join(name, instance, body.spec())
+        return gateway.pair(name).status()
+
+    @app.delete("/pairs/{name}/instances/{instance}", tags=OPERATOR)
+    async def leave(name: str, instance: str) -> dict[str, Any]:
+        await gateway.leave(name, instance)
+        return gateway.pair(name).status()
+
+    @app.get("/pairs/{name}/instances/{instance}/inspect", tags=READ)
+    async def inspect(name: str, instance: str, text: bool = False) -> Response:
+        found = gateway.pair(name).instance(instance)
+        if found.layout is None:
+            raise found.failure or ControlError(f"instance {instance} of pair {name} has not registered yet")
+        table = inspect_instance(found.layout)
+        return PlainTextResponse(table.to_text()) if text else JSONResponse(table.to_json())
+
+
+def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
+    """What the ranks of a trainer ask."""
+
+    @app.post("/pairs/{name}/connect", tags=WORKER)
+    async def connect(name: str) -> dict[str, Any]:
+        gateway.start_connect(name)
+        return {"connecting": name}
+
+    @app.post("/pairs/{name}/trainer/{rank}/report", tags=WORKER)
+    async def report(name: str, rank: int, request: Request, start: Identity = "") -> dict[str, Any]:
+        pair = gateway.pair(name)
+        found = await _decoded(request, wire.decode_report)
+        return {"registered": rank, "generation": await pair.register_trainer(rank, found, start)}
+
+    @app.post("/pairs/{name}/trainer/{rank}/beat", tags=WORKER)
+    async def beat(name: str, rank: int) -> dict[str, Any]:
+        await gateway.pair(name).beat(rank)
+        return {}
+
+    @app.post("/pairs/{name}/offers", tags=WORKER)
+    async def offer(name: str, body: OfferBody) -> dict[str, Any]:
+        return {"offered": await gateway.offer(name, body.rank, body.version)}
+
+    @app.get("/pairs/{name}/updates/{version}/instances", tags=WORKER)
+    async def begun(name: str, version: int, wait: Wait = 0.0) -> Response:
+        found = await gateway.pair(name).begun(version, wait)
+        return Response(status_code=204) if found is None else JSONResponse(found)
+
+
+def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
+    """What the members of an instance's communicator ask."""
+    boot = uuid.uuid4().hex  # so that ranks see that the orders they have counted were given by another process
+    base = "/pairs/{name}/instances/{instance}/{epoch}"
+
+    def at(name: str, instance: str) -> Instance:
+        return gateway.pair(name).instance(instance)
+
+    @app.get("/pairs/{name}/instances/{instance}/orders", tags=WORKER)
+    async def orders(
+        name: str, instance: str, after: Annotated[int, Query(ge=0)] = 0, wait: Wait = 0.0, known: Identity = ""
+    ) -> dict[str, Any]:
+        found = at(name, instance)
+        if known not in ("", boot):
+            return {"orders": [], "boot": boot, "given": found.given}
+        new = await found.orders_from(after, wait)
+        return {"orders": [asdict(order) for order in new], "boot": boot, "given": found.given}
+
+    @app.post("/pairs/{name}/instances/{instance}/ranks/{rank}/restarted", tags=WORKER)
+    async def restarted(name: str, instance: str, rank: int) -> dict[str, Any]:
+        await at(name, instance).restarted(rank)
+        return {}
+
+    @app.post("/pairs/{name}/instances/{instance}/ranks/{rank}/beat", tags=WORKER)
+    async def beat(name: str, instance: str, rank: int, body: BeatBody) -> dict[str, Any]:
+        await at(name, instance).beat(rank, body.identity)
+        return {}
+
+    @app.post(base + "/ranks/{rank}/report", tags=WORKER)
+    async def report(
+        name: str,
+        instance: str,
+        epoch: int,
+        rank: int,
+        request: Request,
+        identity: Identity = "",
+        uncommitted: bool = False,
+        verified: Annotated[int | None, Query(ge=0, lt=1 << 62)] = None,
+    ) -> dict[str, Any]:
+        found = at(name, instance)
+        body = await _decoded(request, wire.decode_report)
+        committed = await found.register(epoch, rank, body, identity, uncommitted, verified)
+        return {"registered": rank, "committed": committed}
+
+    @app.get(base + "/parts/{side}/{rank}", tags=WORKER)
+    async def part(name: str, instance: str, epoch: int, side: Side, rank: int, wait: Wait = 0.0) -> Response:
+        found = await at(name, instance).part(epoch, side, rank, wait)
+        if found is None:
+            return Response(status_code=204)
+        return Response(await asyncio.to_thread(wire.encode_part, found), media_type=MSGPACK)
+
+    @app.put(base + "/rendezvous", tags=WORKER)
+    async def set_rendezvous(name: str, instance: str, epoch: int, body: RendezvousBody) -> dict[str, Any]:
+        await at(name, instance).set_rendezvous(epoch, body.host, body.port)
+        return {}
+
+    @app.get(base + "/rendezvous", tags=WORKER)
+    async def rendezvous(name: str, instance: str, epoch: int, wait: Wait = 0.0) -> Response:
+        found = await at(name, instance).rendezvous(epoch, wait)
+        if found is None:
+            return Response(status_code=204)
+        return JSONResponse({"host": found[0], "port": found[1]})
+
+    @app.post(base + "/joined", tags=WORKER)
+    async def joined(name: str, instance: str, epoch: int, body: MemberBody) -> dict[str, Any]:
+        await at(name, instance).join(epoch, body.member)
+        return {}
+
+    @app.post(base + "/failures", tags=WORKER)
+    async def failures(name: str, instance: str, epoch: int, body: FailureBody) -> dict[str, Any]:
+        kind = getattr(errors, body.error, None) if body.error in errors.__all__ else None
+        message = " ".join(body.message.split())
+        await at(name, instance).fail_rank(epoch, " ".join(body.who.split()), (kind or ControlError)(message))
+        return {}
+
+    @app.post(base + "/ranks/{rank}/ready", tags=WORKER)
+    async def ready(name: str, instance: str, epoch: int, rank: int, body: ReadyBody) -> dict[str, Any]:
+        await at(name, instance).ready(epoch, rank, " ".join(body.stale.split()), body.layers)
+        return {}
+
+    @app.get(base + "/go", tags=WORKER)
+    async def go(name: str, instance: str, epoch: int, wait: Wait = 0.0) -> Response:
+        order = await at(name, instance).go(epoch, wait)
+        return Response(status_code=204) if order is None else JSONResponse(asdict(order))
+
+    @app.post(base + "/trainer/{rank}/transferred", tags=WORKER)
+    async def transferred(name: str, instance: str, epoch: int, rank: int, version: Version) -> dict[str, Any]:
+        await at(name, instance).transferred(epoch, rank, version)
+        return {}
+
+    @app.post(base + "/ranks/{rank}/moved", tags=WORKER)
+    async def moved(name: str, instance: str, epoch: int, rank: int, body: MovedBody) -> dict[str, Any]:
+        await at(name, instance).report_moved(epoch, rank, body.version, body.layers)
+        return {}
+
+    @app.post(base + "/{side}/{rank}/digests", tags=WORKER)
+    async def digests(
+        name: str, instance: str, epoch: int, side: Side, rank: int, request: Request, version: Version
+    ) -> dict[str, Any]:
+        found = at(name, instance)
+        report = await _decoded(request, wire.decode_digests)
+        await found.report_digests(epoch, side, rank, version, report)
+        return {}
+
+
+async def _decoded(request: Request, decode: Callable[..., T]) -> T:
+    """The message in a body, whose length the guard has limited."""
+    body = await request.body()
+    if len(body) > LARGE_BODY:
+        return await asyncio.to_thread(decode, body, max_bytes=MAX_BODY)
+    return decode(body, max_bytes=MAX_BODY)

@@ -1,0 +1,78 @@
+"""Every number that the control plane waits for, beats by or counts up to: one record, each with a default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from weightcast.transfer.errors import InputError
+
+__all__ = ["Settings"]
+
+_COUNTS = ("replans", "resends", "retries")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a pair. Seconds, but for the counts at the end.
+
+    How long the gateway waits for each step before it gives an update up: `offer` from the first trainer rank's offer
+    to the last one's, `register` for reports, `join` for communicators, `prepare` for ranks to check their layouts,
+    `transfer`, `verify` for digests, `engine` for one call to an engine, `clean_up` for each call after a failure.
+
+    Ranks beat every `heartbeat`; one that was not heard from for `silence` is missing: its instance no longer serves,
+    and nobody waits for it any longer. Ranks try to reach a gateway that was there before for `outage`.
+
+    `replans` is how often an update starts anew because a layout changed before a byte was written, `resends` how often
+    layers are sent again because their placement changed while they were sent, `retries` how often all is sent again
+    because a connection was lost.
+    """
+
+    offer: float = 600.0
+    register: float = 300.0
+    join: float = 120.0
+    prepare: float = 60.0
+    transfer: float = 600.0
+    verify: float = 300.0
+    engine: float = 600.0
+    clean_up: float = 30.0
+    heartbeat: float = 5.0
+    silence: float = 30.0
+    outage: float = 30.0
+    replans: int = 2
+    resends: int = 3
+    retries: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if name in _COUNTS:
+                if value < 0:
+                    raise InputError(f"setting {name} is {value}, expected 0 or more")
+            elif not (math.isfinite(value) and value > 0):
+                raise InputError(f"setting {name} is {value}, expected a positive number of seconds")
+        if self.silence <= self.heartbeat:
+            raise InputError(
+                f"setting silence is {self.silence}, expected more than the {self.heartbeat} of heartbeat; "
+                "else every rank is missing between two beats"
+            )
+
+    @classmethod
+    def given(cls, values: Mapping[str, float]) -> Settings:
+        """The defaults but for `values`. Raises InputError for names there are none of and counts that are no whole
+        numbers.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(values) - set(known)):
+            raise InputError(f"settings {', '.join(unknown)} are not known; known are {', '.join(known)}")
+        counts = {name: int(values[name]) for name in _COUNTS if name in values}
+        if wrong := [name for name, count in counts.items() if count != values[name]]:
+            raise InputError(f"setting {wrong[0]} is {values[wrong[0]]}, expected a whole number")
+        return cls(**{**values, **counts})  # type: ignore[arg-type]
+
+    @property
+    def longest(self) -> float:
+        """Seconds within which the gateway has decided an update, whatever happens: all of its own deadlines."""
+        attempt = self.register + self.join + self.prepare + self.transfer + self.verify + 6 * self.engine
+        return self.offer + (1 + self.replans + self.resends + self.retries) * attempt + 4 * self.clean_up

@@ -1,0 +1,107 @@
+"""Who may ask what: bearer tokens with a scope each, and what happens to those who guess."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+from weightcast.transfer.errors import InputError
+
+__all__ = ["Access", "Throttle", "Tokens", "make_token"]
+
+MIN_TOKEN = 16
+MAX_ADDRESSES = 10_000
+"""Of how many addresses and connections a throttle remembers anything."""
+
+
+class Access(IntEnum):
+    """What a token is good for; each includes those before it."""
+
+    READ = 1
+    """See pairs, instances and metrics."""
+    WORKER = 2
+    """Act as a rank of a trainer or of an instance."""
+    OPERATOR = 3
+    """Create and delete pairs, let instances join and leave: the gateway calls the engines' addresses given there."""
+
+
+def make_token() -> str:
+    """A fresh random bearer token."""
+    return secrets.token_urlsafe(32)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Tokens:
+    """One token for each scope; an empty one is nobody's.
+
+    Raises InputError for tokens that are too short to be safe, or that are the same for two scopes.
+    """
+
+    operator: str
+    worker: str = ""
+    read: str = ""
+
+    def __post_init__(self) -> None:
+        given = [(field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name)]
+        for name, token in given:
+            if len(token) < MIN_TOKEN:
+                raise InputError(
+                    f"the {name} token is shorter than {MIN_TOKEN} characters; "
+                    "choose a longer one or let the gateway make one"
+                )
+        if not self.operator:
+            raise InputError("there is no operator token; choose one or let the gateway make one")
+        if len({token for _, token in given}) < len(given):
+            raise InputError("two scopes have the same token; choose another for one of them")
+
+    def access(self, given: bytes) -> Access | None:
+        """The scope of a token, None for a wrong one. Takes the same time whichever it is."""
+        found = None
+        for access, token in (
+            (Access.READ, self.read),
+            (Access.WORKER, self.worker),
+            (Access.OPERATOR, self.operator),
+        ):
+            if hmac.compare_digest(given, token.encode()) and token:
+                found = access
+        return found
+
+
+class Throttle:
+    """Slows down who guesses tokens: after `limit` wrong ones within `window` seconds an address is not heard.
+
+    Connections that have shown a right token before are heard all the same, so that one process with a wrong token does
+    not shut out its neighbours on the same host.
+    """
+
+    def __init__(self, limit: int = 20, window: float = 10.0) -> None:
+        self._limit, self._window = limit, window
+        self._wrong: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def wait(self, address: str, port: int, now: float) -> float:
+        """Seconds that an address has to wait, 0 for one that is heard."""
+        since, count = self._wrong.get(address, (now, 0))
+        left = since + self._window - now
+        if left <= 0:
+            self._wrong.pop(address, None)
+            return 0.0
+        return left if count >= self._limit and (address, port) not in self._known else 0.0
+
+    def wrong(self, address: str, port: int, now: float) -> None:
+        """A wrong token came from there."""
+        since, count = self._wrong.get(address, (now, 0))
+        self._wrong[address] = (since, count + 1)
+        self._known.pop((address, port), None)
+        while len(self._wrong) > MAX_ADDRESSES:
+            self._wrong.popitem(last=False)
+
+    def right(self, address: str, port: int) -> None:
+        """A right token came from there."""
+        self._known[address, port] = None
+        self._known.move_to_end((address, port))
+        while len(self._known) > MAX_ADDRESSES:
+            self._known.popitem(last=False)

@@ -1,0 +1,186 @@
+"""Who is no longer heard from: noticed between updates and in them, named, and no longer waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engine_support import A, B, Play, connected
+from gateway_support import running_gateway
+
+from weightcast.gateway import pool, transaction
+from weightcast.gateway.changes import Side
+from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.heartbeat import Heartbeat
+from weightcast.gateway.pairs import Phase
+from weightcast.gateway.pool import Gateway
+from weightcast.gateway.settings import Settings
+from weightcast.transfer.errors import InputError
+
+QUICK = {"heartbeat": 0.1, "silence": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_who_is_missing() -> None:
+    side = Side("pair main", "rollout-0", 10.0)
+    assert not side.listen(100.0), "nobody has beaten yet, so nobody is missed"
+    side.hear(0, 100.0)
+    side.hear(2, 105.0)
+    assert not side.listen(110.0)
+    assert side.listen(110.5)
+    assert side.silent == (0,)
+    assert side.silence() == "rollout-0 ranks 0 were not heard from for 10 s"
+    assert side.listen(116.0)
+    assert side.silent == (0, 2)
+    assert side.hear(0, 117.0), "that is news"
+    assert side.silent == (2,)
+    assert not side.hear(0, 118.0)
+
+
+async def listening(play: Play) -> Gateway:
+    gateway = Gateway("127.0.0.1", 1)
+    gateway.pairs["main"] = play.pair
+    await gateway.open()
+    return gateway
+
+
+async def until_silent(play: Play) -> None:
+    limit = time.monotonic() + 5.0
+    while not (play.pair.silent or play.engine.instance.silent):
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.05)
+
+
+def test_a_server_that_dies_between_updates_serves_no_more() -> None:
+    async def run() -> None:
+        play = await connected(A, B, **QUICK)
+        gateway = await listening(play)
+        instance = play.engine.instance
+        for rank in range(2):
+            await instance.beat(rank, "")
+        assert instance.serves
+        await instance.beat(0, "")
+        await until_silent(play)
+        status = play.pair.status()["instances"]
+        assert (status[A]["serves"], status[A]["fenced"], status[A]["silent"]) == (False, False, [0, 1])
+        assert status[A]["reason"] == "rollout-0 ranks 0, 1 were not heard from for 0.4 s"
+        assert status[B]["serves"]
+        for rank in range(2):
+            await instance.beat(rank, "")
+        assert instance.serves, "the network was down, the memory is the same"
+        await gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_falls_silent_ends_the_update_long_before_its_deadline() -> None:
+    async def run() -> None:
+        play = await connected(A, B, verify=60.0, **QUICK)
+        gateway = await listening(play)
+        play.engine.silent = 1
+        await play.engine.instance.beat(1, "")
+        record = await play.update(2)
+        assert record.reason == "pair main: rollout-0 ranks 1 were not heard from for 0.4 s"
+        assert record.fenced
+        assert record.seconds < 3.0
+        assert play.state(B) == (Phase.CONNECTED, 2, False)
+        await gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_trainer_rank_that_falls_silent_ends_all_that_waits_for_it() -> None:
+    async def run() -> None:
+        play = await connected(A, B, offer=60.0, transfer=60.0, **QUICK)
+        gateway = await listening(play)
+        await play.pair.beat(1)
+        play.trainers[1].silent = True
+        record = await play.update(2)
+        assert record.reason == "pair main: trainer ranks 1 were not heard from for 0.4 s"
+        assert play.pair.results[2][B].reason == record.reason
+        assert record.seconds < 3.0
+        await play.pair.offer(0, 3)
+        await asyncio.wait_for(transaction.update(play.pair, 3, "127.0.0.1", 1), 2.0)
+        assert play.pair.results[3][A].reason == record.reason, "nor is its offer waited for"
+        await gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_process_that_started_anew_is_known_by_its_beat() -> None:
+    async def run() -> None:
+        play = await connected(A)
+        await play.engine.instance.beat(1, "")
+        assert play.engine.instance.serves
+        await play.engine.instance.beat(1, "another process")
+        assert play.state() == (Phase.FAILED, 1, True)
+        assert "rollout-0 rank 1 started anew" in play.engine.instance.record.reason
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_stood_still_misses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        play = await connected(A, **QUICK)
+        monkeypatch.setattr(pool, "LISTEN_SECONDS", 0.1)
+        gateway = await listening(play)
+        await play.engine.instance.beat(0, "")
+        await asyncio.sleep(0.15)
+        time.sleep(1.5)
+        await asyncio.sleep(0.15)
+        assert play.engine.instance.serves
+        await until_silent(play)
+        await gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_real_beat() -> None:
+    """Of a thread, against a real gateway; it ends when the rank does."""
+    with running_gateway() as (url, token), GatewayClient(url, token) as client:
+        engine = {"kind": "worker", "world_size": 1}
+        client.create_pair("main", 1, {A: engine}, {"heartbeat": 0.1, "silence": 0.8})
+
+        def silent() -> list[int]:
+            return list(client.pair_status("main")["instances"][A]["silent"])
+
+        beat = Heartbeat(url, token, f"main/instances/{A}/ranks/0", "x", 0.1)
+        time.sleep(1.6)
+        assert silent() == []
+        beat.close()
+        limit = time.monotonic() + 10.0
+        while silent() != [0]:
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"offer": 0.0}, "setting offer is 0.0, expected a positive number of seconds"),
+        ({"join": float("nan")}, "setting join is nan"),
+        ({"resends": -1}, "setting resends is -1, expected 0 or more"),
+        ({"resends": 1.5}, "setting resends is 1.5, expected a whole number"),
+        ({"heartbeat": 30.0, "silence": 30.0}, "setting silence is 30.0, expected more than the 30.0 of heartbeat"),
+        ({"patience": 1.0}, "settings patience are not known; known are offer, register, "),
+    ],
+)
+def test_settings_that_are_none(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError) as caught:
+        Settings.given(settings)
+    assert str(caught.value).startswith(said)
+
+
+def test_an_update_is_decided_within_the_longest() -> None:
+    assert Settings().longest > sum([600, 300, 120, 60, 600, 300, 600])
+    assert Settings(resends=0, replans=0, retries=0).longest < Settings().longest

@@ -1,0 +1,259 @@
+"""The state file: what is written comes back, what cannot be written changes nothing, and who may use it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_support import STEPS, A, B, Engine, Play, Trainer
+
+from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.pairs import Phase
+from weightcast.gateway.pool import Gateway
+from weightcast.gateway.records import PairSpec
+from weightcast.gateway.settings import Settings
+from weightcast.gateway.store import SavedInstance, Store
+from weightcast.transfer.errors import ControlError
+
+SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
+SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def opened(path: Path) -> Store:
+    store = Store(path)
+    store.open()
+    return store
+
+
+def test_what_is_written_comes_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        other = replace(SAVED, name=B, version=None, fenced=False, left=True, identities={})
+        await store.save_pair(SPEC, [SAVED, other])
+        await store.save_pair(replace(SPEC, name="second"), [])
+        await store.save(replace(SAVED, version=8))
+        store.close()
+        again = opened(tmp_path / "state")
+        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (replace(SPEC, name="second"), [])]
+        await again.forget("main")
+        assert again.load() == [(replace(SPEC, name="second"), [])]
+        again.close()
+
+    asyncio.run(run())
+
+
+def test_many_at_a_time(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=n)) for n in range(200)))
+        await store.save_pair(SPEC, [])
+        assert sorted(i.version or 0 for i in store.load()[0][1]) == list(range(200))
+        store.close()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_kept_without_a_file() -> None:
+    async def run() -> None:
+        store = opened(None)  # type: ignore[arg-type]
+        await store.save_pair(SPEC, [SAVED])
+        assert store.load() == []
+
+    asyncio.run(run())
+
+
+def test_two_gateways_cannot_share_a_file(tmp_path: Path) -> None:
+    store = opened(tmp_path / "state")
+    with pytest.raises(ControlError, match=r"cannot use state file .*locked; is another gateway using it\?"):
+        opened(tmp_path / "state")
+    store.close()
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no database at all, and longer than a header would be\n" * 10)
+    with pytest.raises(ControlError, match="file is not a database"):
+        opened(tmp_path / "text")
+    with pytest.raises(ControlError, match="unable to open"):
+        opened(tmp_path / "no" / "folder")
+    newer = sqlite3.connect(tmp_path / "newer")
+    newer.execute("pragma user_version = 99")
+    newer.close()
+    with pytest.raises(ControlError, match="has format 99, expected 1"):
+        opened(tmp_path / "newer")
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"spec": {"kind": 1}}'])
+def test_a_damaged_file_is_no_state(tmp_path: Path, damage: str) -> None:
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await store.save_pair(SPEC, [SAVED])
+        store.close()
+        raw = sqlite3.connect(tmp_path / "state")
+        raw.execute("update instances set state = ?", (damage,))
+        raw.commit()
+        raw.close()
+        with pytest.raises(ControlError, match="is damaged"):
+            opened(tmp_path / "state").load()
+
+    asyncio.run(run())
+
+
+class FullDisk:
+    """No file of this process grows while it is entered."""
+
+    def __enter__(self) -> None:
+        self._before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, self._before[1]))
+
+    def __exit__(self, *_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, self._before)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await store.save_pair(SPEC, [SAVED])
+        with FullDisk(), pytest.raises(ControlError, match="cannot record the gateway's state"):
+            await store.save(replace(SAVED, version=8))
+        assert "cannot record" in store.trouble
+        assert store.load() == [(SPEC, [SAVED])]
+        await store.save(replace(SAVED, version=9))
+        assert store.trouble == ""
+        assert store.load() == [(SPEC, [replace(SAVED, version=9)])]
+        store.close()
+
+    asyncio.run(run())
+
+
+# ---- the gateway with a file
+
+
+class Kept(Play):
+    """A play whose gateway remembers; `restart` is another life of it."""
+
+    def __init__(self, path: Path, *instances: str) -> None:
+        super().__init__(*instances)
+        self.path = path
+
+    async def begin(self) -> None:
+        self.gateway = Gateway("127.0.0.1", 1, opened(self.path))
+        await self.gateway.open()
+        known = self.gateway.pairs.get(self.pair.spec.name)
+        self.pair = known or await self.gateway.create(self.pair.spec)
+        self.engines = {name: Engine(self.pair, name, self.engines[name].ranks) for name in self.engines}
+        self.trainers = [Trainer(self.pair, rank) for rank in range(2)]
+
+    async def restart(self) -> None:
+        await self.gateway.close()
+        await self.begin()
+
+
+def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A, B)
+        await play.begin()
+        await play.connect()
+        assert (await play.update(4)).committed
+        play.engines[B].corrupt = 0
+        await play.update(5)
+        assert (play.state(A), play.state(B)) == ((Phase.CONNECTED, 5, False), (Phase.FAILED, 4, True))
+        await play.restart()
+        assert (play.state(A), play.state(B)) == ((Phase.FAILED, 5, False), (Phase.FAILED, 4, True))
+        assert not play.pair.instance(A).serves, "until it has connected, nobody can know"
+        assert "the gateway was restarted" in play.pair.status()["instances"][A]["reason"]
+        await play.connect()
+        assert play.pair.instance(A).serves
+        assert play.pair.instance(A).record.epoch > 1, "no epoch is counted twice"
+        assert (await play.update(6)).committed
+        assert play.state(B) == (Phase.CONNECTED, 6, False)
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_ends_in_a_transfer_finds_the_fence(tmp_path: Path) -> None:
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A)
+        await play.begin()
+        await play.connect()
+        await play.update(1)
+        seen: list[SavedInstance] = []
+        transfer = play.engine.transfer
+
+        async def spied(group: str) -> None:
+            await transfer(group)
+            seen.extend(play.gateway.store.load()[0][1])
+
+        play.engine.transfer = spied  # type: ignore[method-assign]
+        await play.update(2)
+        assert [(i.version, i.fenced, i.paused) for i in seen] == [(1, True, True)]
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["pause", "transfer", "publish"])
+def test_a_disk_that_is_full(tmp_path: Path, step: str) -> None:
+    """From which step on it is: nothing is asked, nothing is written, or nothing is committed."""
+
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A)
+        await play.begin()
+        await play.connect()
+        await play.update(1)
+        disk = FullDisk()
+        before = getattr(play.engine, "begin" if step == "transfer" else step)
+        if step == "pause":
+            disk.__enter__()
+        else:
+
+            async def filling(*arguments: object) -> None:
+                await before(*arguments)
+                disk.__enter__()
+
+            setattr(play.engine, "begin" if step == "transfer" else step, filling)
+        try:
+            record = await play.update(2)
+        finally:
+            disk.__exit__()
+        assert "cannot record the gateway's state" in record.reason
+        assert (record.committed, record.fenced) == (False, step == "publish")
+        if step != "publish":
+            assert play.state() == (Phase.FAILED, 1, False)
+        if step != "pause":
+            setattr(play.engine, "begin" if step == "transfer" else step, before)
+        assert (await play.update(3)).committed
+        assert play.engine.calls == ["connect", *STEPS]
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_pair_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+        with FullDisk(), pytest.raises(ControlError, match="cannot record"):
+            await gateway.create(SPEC)
+        assert gateway.pairs == {}
+        pair = await gateway.create(SPEC)
+        with FullDisk(), pytest.raises(ControlError, match="cannot record"):
+            await gateway.join("main", B, EngineSpec("worker", 1))
+        with FullDisk(), pytest.raises(ControlError, match="cannot record"):
+            await gateway.leave("main", A)
+        assert [i.name for i in pair.present] == [A]
+        await gateway.close()
+
+    asyncio.run(run())
