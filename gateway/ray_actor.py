@@ -146,7 +146,7 @@ def start_gateway(
 
     `tokens` are by scope ("operator", "worker", "read"), the operator's from WEIGHTCAST_TOKEN unless given. With a
     `state` file on storage that every node sees Ray starts it again wherever it died and nothing committed is lost.
-    `detached` actors outlive the program that started them, too. `options` are Ray's, as resources or a placement group.
+    `detached` actors outlive the program that started them. `options` are Ray's, as resources or a placement group.
     Raises ControlError if there is such an actor, or if it does not serve.
     """
     import ray
