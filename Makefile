@@ -1,20 +1,19 @@
 # make demo    the main job on this machine
+# make demo-megatron   the same with a Megatron-Core trainer
 # make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
-# make test-megatron   the tests that need Megatron-Core, in a second environment (its Transformers is another)
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
+# make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")
 # make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 26")
 # make fuzz    a million mutated messages and requests to the gateway (FUZZ_ARGS="--count 10000")
 # make clean   remove the virtual environment and what the other targets left
 #
 # Each target sets up what it needs in a virtual environment of its own: nothing else on the machine is touched.
 #   VENV=DIR       where it lies (.venv)
-#   MEGATRON_VENV=DIR   where that of test-megatron lies (.venv-megatron)
 #   PYTHON=FILE    the interpreter it is made from (Python 3.11 or later)
 # requirements/ says what goes into it and why; a change there, or of pyproject.toml, sets up again what depends on it.
 
 VENV ?= .venv
-MEGATRON_VENV ?= .venv-megatron
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 
 STAMPS := $(VENV)/.stamps
@@ -26,17 +25,17 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo test test-megatron check bench faults fuzz setup clean
+.PHONY: demo demo-megatron test check bench bench-transfer faults fuzz setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
+demo-megatron: setup
+	$(BIN)/weightcast demo --trainer megatron --trainer-prelude tests/megatron_cpu.py $(DEMO_ARGS)
+
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
-test-megatron: $(MEGATRON_VENV)/.stamps/project
-	$(MEGATRON_VENV)/bin/python -m pytest tests/test_megatron.py $(PYTEST_ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -52,7 +51,10 @@ fuzz: setup
 bench: setup $(STAMPS)/bench
 	$(BIN)/python benchmarks/bench_plan.py --awex $(VENV)/awex $(BENCH_ARGS)
 
-setup: $(STAMPS)/shims $(VENV)/src/weightcast
+bench-transfer: setup $(STAMPS)/bench
+	$(BIN)/python benchmarks/bench_transfer.py --awex $(VENV)/awex $(TRANSFER_ARGS)
+
+setup: $(STAMPS)/shims $(STAMPS)/megatron $(VENV)/src/weightcast
 
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -71,10 +73,15 @@ $(STAMPS)/sglang: requirements/sglang-cpu.txt requirements/sglang-cpu-no-deps.tx
 	@$(PIP) --no-deps --requirement requirements/sglang-cpu-no-deps.txt
 	@touch $@
 
+$(STAMPS)/megatron: requirements/megatron-cpu-no-deps.txt $(STAMPS)/sglang
+	@echo "Setting up $(VENV): Megatron-Core and Megatron-Bridge"
+	@$(PIP) --no-deps --ignore-requires-python --requirement requirements/megatron-cpu-no-deps.txt
+	@touch $@
+
 # torch is installed and constrained, so that no dependency of ours can bring another one.
 $(STAMPS)/project: pyproject.toml requirements/dev.txt $(STAMPS)/torch $(STAMPS)/sglang
 	@echo "Setting up $(VENV): weightcast and its checkers"
-	@$(PIP) --constraint requirements/torch.txt --constraint requirements/dev.txt --editable '.[dev]'
+	@$(PIP) --constraint requirements/torch.txt --constraint requirements/dev.txt --editable '.[dev,ray]'
 	@touch $@
 
 $(STAMPS)/shims: $(SHIM_FILES) $(STAMPS)/sglang $(STAMPS)/project
@@ -82,25 +89,6 @@ $(STAMPS)/shims: $(SHIM_FILES) $(STAMPS)/sglang $(STAMPS)/project
 	@$(PIP) --no-deps --no-build-isolation --force-reinstall ./$(SHIMS)
 	@SGLANG_USE_CPU_ENGINE=1 $(BIN)/python -c 'import torchvision, sgl_kernel, sglang.srt.server_args' \
 	    || { echo "error: SGLang cannot be imported in $(VENV); see requirements/sglang-cpu.txt" >&2; exit 1; }
-	@touch $@
-
-MEGATRON_PIP = $(MEGATRON_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
-
-$(MEGATRON_VENV)/.stamps/venv:
-	$(PYTHON) -m venv $(MEGATRON_VENV)
-	@mkdir -p $(@D) && touch $@
-
-$(MEGATRON_VENV)/.stamps/torch: requirements/torch.txt requirements/install_torch.sh | $(MEGATRON_VENV)/.stamps/venv
-	@echo "Setting up $(MEGATRON_VENV): torch"
-	@bash requirements/install_torch.sh $(MEGATRON_VENV)/bin/python
-	@touch $@
-
-$(MEGATRON_VENV)/.stamps/project: pyproject.toml $(wildcard requirements/*.txt) $(MEGATRON_VENV)/.stamps/torch
-	@echo "Setting up $(MEGATRON_VENV): Megatron-Core, Megatron-Bridge and weightcast"
-	@$(MEGATRON_PIP) --constraint requirements/torch.txt --constraint requirements/dev.txt \
-	    --requirement requirements/megatron-cpu.txt
-	@$(MEGATRON_PIP) --no-deps --ignore-requires-python --requirement requirements/megatron-cpu-no-deps.txt
-	@$(MEGATRON_PIP) --no-deps --editable .
 	@touch $@
 
 # What is measured beside ours lies in a folder of its own and is no part of the environment.
@@ -115,6 +103,5 @@ $(VENV)/src/weightcast: | $(STAMPS)/venv
 
 clean:
 	@if [ -f $(VENV)/pyvenv.cfg ]; then rm -rf $(VENV); fi
-	@if [ -f $(MEGATRON_VENV)/pyvenv.cfg ]; then rm -rf $(MEGATRON_VENV); fi
 	rm -rf build dist *.egg-info $(SHIMS)/build $(SHIMS)/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

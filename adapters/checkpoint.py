@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of a checkpoint from its safetensors headers, without torch and without reading a weight.
+"""Names, shapes, dtypes and places of a checkpoint's tensors from its safetensors headers, without reading a weight.
 
 Format: safetensors 0.5, README, "Format": eight bytes of length, little-endian, then that many bytes of JSON, then the
 data.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from weightcast.transfer.dtypes import ITEMSIZE, SAFETENSORS, dtype_code
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import TensorSpec
 
-__all__ = ["INDEX", "MAX_HEADER_BYTES", "read_headers"]
+__all__ = ["INDEX", "MAX_HEADER_BYTES", "StoredTensor", "read_headers", "stored_tensors"]
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
@@ -23,8 +23,24 @@ MAX_HEADER_BYTES = 100_000_000
 _MAX_NDIM = 16
 
 
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint: it begins at byte `start` of file `file` of the folder, row by row."""
+
+    spec: TensorSpec
+    file: str
+    start: int
+
+
 def read_headers(model_path: str | os.PathLike[str]) -> dict[str, TensorSpec]:
     """Every tensor of the checkpoint in directory `model_path`: name -> (global shape, dtype), in order of file names.
+
+    Raises LayoutError as `stored_tensors` does.
+    """
+    return {name: stored.spec for name, stored in stored_tensors(model_path).items()}
+
+
+def stored_tensors(model_path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in directory `model_path` by name, in order of file names.
 
     With an index (`model.safetensors.index.json`) the files are those it lists, and every name it lists must be in its
     file. Without one all `*.safetensors` files are read. Raises LayoutError, one line, for a directory without such
@@ -38,16 +54,16 @@ def read_headers(model_path: str | os.PathLike[str]) -> dict[str, TensorSpec]:
     names = sorted(set(listed.values())) if listed is not None else sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
         raise LayoutError(f"checkpoint {str(folder)!r} has no *.safetensors file")
-    found: dict[str, TensorSpec] = {}
-    held_by: dict[str, str] = {}
+    found: dict[str, StoredTensor] = {}
     for name in names:
-        for tensor, spec in _read_file(folder / name).items():
-            if tensor in held_by and (listed is None or listed.get(tensor) not in (name, held_by[tensor])):
-                raise LayoutError(f"tensor {tensor!r} is in both {held_by[tensor]!r} and {name!r} of {str(folder)!r}")
-            if tensor not in held_by or (listed is not None and listed.get(tensor) == name):
-                found[tensor], held_by[tensor] = spec, name
+        for tensor, stored in _read_file(folder / name).items():
+            before = found.get(tensor)
+            if before is not None and (listed is None or listed.get(tensor) not in (name, before.file)):
+                raise LayoutError(f"tensor {tensor!r} is in both {before.file!r} and {name!r} of {str(folder)!r}")
+            if before is None or (listed is not None and listed.get(tensor) == name):
+                found[tensor] = stored
     for tensor, name in (listed or {}).items():
-        if held_by.get(tensor) != name:
+        if tensor not in found or found[tensor].file != name:
             raise LayoutError(
                 f"{str(index)!r} says that tensor {tensor!r} is in {name!r}, but that file does not have it"
             )
@@ -68,7 +84,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return listed
 
 
-def _read_file(path: Path) -> dict[str, TensorSpec]:
+def _read_file(path: Path) -> dict[str, StoredTensor]:
     """Header of one file, checked against the size of the file."""
     try:
         size = path.stat().st_size
@@ -84,8 +100,12 @@ def _read_file(path: Path) -> dict[str, TensorSpec]:
             header = _object(file.read(length), str(path))
     except OSError as error:
         raise LayoutError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    data = size - 8 - length
-    return {name: _spec(name, entry, data, str(path)) for name, entry in header.items() if name != "__metadata__"}
+    begin = 8 + length
+    return {
+        name: StoredTensor(_spec(name, entry, size - begin, str(path)), path.name, begin + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _object(raw: bytes, where: str) -> dict[str, Any]:

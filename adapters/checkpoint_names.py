@@ -21,7 +21,10 @@ from weightcast.transfer.errors import DescribeError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NEW_DIM", "NameMap", "Part", "check_parts", "transformers_names", "unchanged_names"]
+__all__ = ["NEW_DIM", "NameMap", "Part", "check_parts", "clean_name", "transformers_names", "unchanged_names"]
+
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Path segments that torch.compile, activation checkpointing and FSDP1 put into names."""
 
 NEW_DIM = -1
 """In `Part.dims`: the logical dimension has size 1 and no counterpart in the parameter."""
@@ -55,6 +58,11 @@ NameMap = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, tuple[Part, ...
 
 No part at all means that the tensor is left out on purpose.
 """
+
+
+def clean_name(name: str) -> str:
+    """A name without the path segments of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def unchanged_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Part, ...]]:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightcast.adapters.checkpoint_names import (
@@ -18,9 +19,12 @@ from weightcast.adapters.checkpoint_names import (
     NameMap,
     Part,
     check_parts,
+    clean_name,
     transformers_names,
     unchanged_names,
 )
+from weightcast.adapters.live_memory import plain_memory, this_rank
+from weightcast.adapters.lora import Adapted, LoraMode, inner_model, split_adapters
 from weightcast.adapters.mesh_runs import Cut, Run, possible_runs, total
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout import LayoutBuilder, LayoutNotes, RankLayout
@@ -30,9 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["FsdpSource"]
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Path segments that torch.compile, activation checkpointing and FSDP1 put into names."""
 
 
 class _Shard(NamedTuple):
@@ -46,14 +47,15 @@ class FsdpSource:
     """One trainer rank of an FSDP2 / DTensor model.
 
     Names are those of the checkpoint. For a Transformers model they are what its `save_pretrained` writes, fused
-    experts apart; for any other module its parameters' own names. `names` replaces that.
+    experts apart; for any other module its parameters' own names. `names` replaces that. A model with PEFT adapters
+    needs `lora`: "merged" when the trainer merges them before each update, "separate" to have them as tensors beside.
 
     >>> source = FsdpSource(model)
     >>> layout = source.describe()
     """
 
-    def __init__(self, model: nn.Module, *, names: NameMap | None = None) -> None:
-        self._model = _unwrapped(model)
+    def __init__(self, model: nn.Module, *, names: NameMap | None = None, lora: LoraMode | None = None) -> None:
+        self._model, self._lora = _unwrapped(model), lora
         self._names = names or (transformers_names(self._model) if _is_transformers(self._model) else unchanged_names)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._parts: Mapping[str, tuple[Part, ...]] = {}
@@ -67,20 +69,25 @@ class FsdpSource:
         import torch
 
         _reshard(self._model)
-        tensors = _checkpoint_tensors(self._model)
+        tensors, adapter = _checkpoint_tensors(self._model, self._lora)
         self._name({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        left_out = [(name, "left out by names=") for name in tensors if not self._parts[name]]
+        parts = dict(self._parts)
+        if self._lora == "separate":
+            parts |= unchanged_names({name: tuple(tensor.shape) for name, tensor in adapter.items()})
+        else:
+            left_out += [(name, "merged into the weights") for name in adapter]
         builder, held = LayoutBuilder(), 0
         with torch.no_grad():
-            for name, tensor in tensors.items():
-                shard = _local_shard(name, tensor) if self._parts[name] else None
+            for name, tensor in (tensors | adapter).items():
+                shard = _local_shard(name, tensor) if parts.get(name) else None
                 if shard is None:
                     continue
                 held += shard.local.nbytes
-                for part in self._parts[name]:
+                for part in parts[name]:
                     for offset, view in _regions(part, shard):
                         builder.add(part.tensor, part.shape, offset, view)
-        left_out = tuple((name, "left out by names=") for name in tensors if not self._parts[name])
-        return builder.build(notes=LayoutNotes(parameter_bytes=held, left_out=left_out))
+        return builder.build(notes=LayoutNotes(parameter_bytes=held, left_out=tuple(left_out)))
 
     def _name(self, shapes: dict[str, tuple[int, ...]]) -> None:
         # Following the conversion of a large model takes seconds, and its result depends on the shapes alone.
@@ -176,27 +183,14 @@ def _runs_of_dim(name: str, tensor: Any, dim: int, cuts: list[Cut], local: torch
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its autograd; refused when it is not ordinary strided memory."""
-    import torch
-
-    plain = tensor.detach()
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise _refused(name, tensor, f"a {type(plain).__name__} is not plain memory")
-    if plain.is_quantized:
-        raise _refused(name, tensor, f"its dtype {plain.dtype} is quantised; describe the tensors of the checkpoint")
-    if plain.layout != torch.strided:
-        raise _refused(name, tensor, f"its layout {plain.layout} is not strided")
-    return plain
+    return plain_memory(tensor, partial(_refused, name, tensor))
 
 
 def _refused(name: str, tensor: torch.Tensor, why: str) -> DescribeError:
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     placements = getattr(tensor, "placements", None)
     mesh = f" on mesh {tuple(tensor.device_mesh.shape)}" if placements is not None else ""  # type: ignore[attr-defined]
     placed = f", placements {tuple(placements)}{mesh}" if placements is not None else ""
-    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {rank}{placed}: {why}")
+    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {this_rank()}{placed}: {why}")
 
 
 def _reshard(model: nn.Module) -> None:
@@ -207,19 +201,20 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def _checkpoint_tensors(model: nn.Module, lora: LoraMode | None) -> Adapted:
     """Parameters and persistent buffers that belong into a checkpoint, by cleaned name, tied ones once."""
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for key, tensor in itertools.chain(module._parameters.items(), buffers.items()):
             if tensor is not None:
-                found[_clean(f"{path}.{key}" if path else key)] = tensor
+                found[clean_name(f"{path}.{key}" if path else key)] = tensor
+    found, adapter = split_adapters(model, found, lora)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         found.pop(name, None)
     _check_ties(model, found)
     dropped = _tied_names(model, found)
-    return {name: tensor for name, tensor in found.items() if name not in dropped}
+    return Adapted({name: tensor for name, tensor in found.items() if name not in dropped}, adapter)
 
 
 def _tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -243,7 +238,7 @@ def _tied_patterns(model: nn.Module) -> list[str]:
     patterns = []
     for path, module in model.named_modules():
         for key in getattr(module, "_tied_weights_keys", None) or ():
-            patterns.append(_clean(f"{path}.{key}" if path else key))
+            patterns.append(clean_name(f"{path}.{key}" if path else key))
     return patterns
 
 
@@ -258,13 +253,8 @@ def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def _clean(name: str) -> str:
-    """A name without the path segments of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile and data-parallel wrappers around the whole of it."""
+    """The model inside torch.compile, data-parallel wrappers and PEFT around the whole of it."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     while True:
@@ -272,6 +262,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model._modules["_orig_mod"]  # type: ignore[assignment]
+        elif (inner := inner_model(model)) is not model:
+            model = inner
         else:
             return model
 

@@ -27,8 +27,17 @@ class Rule(NamedTuple):
 Table = Mapping[str, Rule]
 
 
-def _gate_up(name: str, gate: str = "gate", up: str = "up") -> Rule:
+def _gate_up(name: str, gate: str = "gate_proj", up: str = "up_proj") -> Rule:
     return Rule(name, Fusion.GATE_UP, (gate, up))
+
+
+def _experts(module: str, gate: str, up: str, down: str) -> Table:
+    """Router and experts of a layer whose checkpoint has them in `module`."""
+    return {
+        "mlp.router.weight": Rule(f"{module}.gate.weight"),
+        "mlp.experts.experts.linear_fc1.weight": _gate_up(module + ".experts.{expert}.{part}.weight", gate, up),
+        "mlp.experts.experts.linear_fc2.weight": Rule(f"{module}.experts.{{expert}}.{down}.weight"),
+    }
 
 
 def _qkv(name: str) -> Rule:
@@ -71,25 +80,17 @@ _LATENT_ATTENTION: Table = {
     "self_attention.linear_proj.weight": Rule("self_attn.o_proj.weight"),
 }
 _MLP: Table = {
-    "mlp.linear_fc1.weight": _gate_up("mlp.{part}_proj.weight"),
+    "mlp.linear_fc1.weight": _gate_up("mlp.{part}.weight"),
     "mlp.linear_fc2.weight": Rule("mlp.down_proj.weight"),
 }
-_EXPERTS: Table = {
-    "mlp.router.weight": Rule("mlp.gate.weight"),
-    "mlp.experts.experts.linear_fc1.weight": _gate_up("mlp.experts.{expert}.{part}_proj.weight"),
-    "mlp.experts.experts.linear_fc2.weight": Rule("mlp.experts.{expert}.down_proj.weight"),
-}
+_EXPERTS: Table = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS: Table = _experts("block_sparse_moe", "w1", "w3", "w2")
 _BIASED_ROUTER: Table = {
     "mlp.router.expert_bias": Rule("mlp.gate.e_score_correction_bias"),
 }
 _SHARED_EXPERTS: Table = {
-    "mlp.shared_experts.linear_fc1.weight": _gate_up("mlp.shared_experts.{part}_proj.weight"),
+    "mlp.shared_experts.linear_fc1.weight": _gate_up("mlp.shared_experts.{part}.weight"),
     "mlp.shared_experts.linear_fc2.weight": Rule("mlp.shared_experts.down_proj.weight"),
-}
-_MIXTRAL_EXPERTS: Table = {
-    "mlp.router.weight": Rule("block_sparse_moe.gate.weight"),
-    "mlp.experts.experts.linear_fc1.weight": _gate_up("block_sparse_moe.experts.{expert}.{part}.weight", "w1", "w3"),
-    "mlp.experts.experts.linear_fc2.weight": Rule("block_sparse_moe.experts.{expert}.w2.weight"),
 }
 _PREDICTION_HEAD: Table = {
     "enorm.weight": Rule("enorm.weight"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import bisect
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weightcast.adapters.live_memory import plain_memory, this_rank
 from weightcast.transfer.errors import DescribeError
 
 if TYPE_CHECKING:
@@ -141,15 +143,7 @@ def _checkpoint_tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its autograd; refused when it is not ordinary strided memory."""
-    import torch
-
-    plain = tensor.detach()
-    if type(plain) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise refused(name, f"a {type(plain).__name__} is not plain memory (FSDP or a quantised parameter)")
-    if plain.is_quantized or plain.layout != torch.strided:
-        raise refused(name, f"{plain.dtype} with layout {plain.layout} is not plain strided memory")
-    return plain
+    return plain_memory(tensor, partial(refused, name))
 
 
 def unwrapped(model: Any) -> Any:
@@ -180,7 +174,4 @@ def _check_gathered(wrapper: Any) -> None:
 
 def refused(name: str, why: str) -> DescribeError:
     """The error that names a parameter and this rank."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return DescribeError(f"parameter {name!r} on rank {rank}: {why}")
+    return DescribeError(f"parameter {name!r} on rank {this_rank()}: {why}")

@@ -1,46 +1,67 @@
-"""The executor against one large tensor over the same kind of group, on one machine.
+"""The executor beside one large tensor, beside Awex and beside gathering and broadcasting, in one run on one machine.
 
-    python benchmarks/bench_transfer.py [--mib 256] [--runs 5]
+    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--awex DIR] [--skip-load]
 
-Each line moves the same number of bytes from one trainer process to one instance process, over Gloo on the loopback
-device, and gives the best run as a rate and as a part of the limit: one tensor, one send, one receive, in the same
-processes and by turns with ours.
+First table: each line moves the same bytes from one trainer process to one instance process over Gloo on the loopback
+device, by turns: the limit (one tensor, one send, one receive), ours, Awex's `batch_send_recv`. The best run of each
+counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
+former cannot exceed the latter. `sampled` and `full` are what digests on both sides add to the time. `extra` is the
+peak of memory that a process gained while it prepared and ran; the setting is 512 MiB.
+
+Second table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed
 import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from awex_peer import awex_update
+from awex_peer import version as awex_version
+from bench_load import measure as measure_load
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.verification import Sample
 
 DTYPE = torch.bfloat16
 Layout = Callable[[int, bool], list[Piece]]
+
+
+def matrix(region_bytes: int) -> tuple[int, int]:
+    """A shape of so many bytes: wider for larger ones, as in models."""
+    elements = region_bytes // DTYPE.itemsize
+    width = min(4096, max(128, 1 << (elements.bit_length() // 2 + 1)))
+    return elements // width, width
 
 
 def separate(region_bytes: int) -> Layout:
     """Each region a tensor of its own on both sides: nothing to join."""
 
     def pieces(total: int, sending: bool) -> list[Piece]:
-        n = region_bytes // DTYPE.itemsize
-        return [Piece(f"t{i}", (n,), (0,), torch.full((n,), i % 251 if sending else 0, dtype=DTYPE))
+        shape = matrix(region_bytes)
+        return [Piece(f"t{i}", shape, (0, 0), torch.full(shape, i % 251 if sending else 0, dtype=DTYPE))
                 for i in range(total // region_bytes)]  # fmt: skip
 
     return pieces
@@ -50,12 +71,13 @@ def experts(region_bytes: int) -> Layout:
     """Parameters of 128 experts each, in the order of the checkpoint at the trainer and in another in the instance."""
 
     def pieces(total: int, sending: bool) -> list[Piece]:
-        n, found = region_bytes // DTYPE.itemsize, []
+        shape, found = matrix(region_bytes), []
         for layer in range(total // region_bytes // 128):
-            fused = torch.zeros(128, n, dtype=DTYPE)
+            fused = torch.zeros(128, *shape, dtype=DTYPE)
             for expert in range(128):
                 slot = expert if sending else expert * 37 % 128
-                found.append(Piece(f"layer.{layer}.expert.{expert}", (n,), (0,), fused[slot].fill_(expert * sending)))
+                view = fused[slot].fill_(expert * sending)
+                found.append(Piece(f"layer.{layer}.expert.{expert}", shape, (0, 0), view))
         return found
 
     return pieces
@@ -90,15 +112,37 @@ CASES: dict[str, Layout] = {
 }
 
 
-def by_turns(runs: int, *calls: Callable[[], object]) -> list[float]:
-    """Best seconds of each call. They take turns, because the machine may be busier a moment later."""
-    seconds: list[list[float]] = [[] for _ in calls]
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Seconds of the best of several runs, and the least CPU seconds of one; both of this process."""
+
+    wall: float
+    cpu: float
+
+
+def digested(part: RankPart, layout: RankLayout, sample: Sample | None) -> Callable[[], object]:
+    """What a rank digests of a part."""
+    rows = part.digests
+    return lambda: digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype, sample)
+
+
+def peak_bytes(reset: bool = False) -> int:
+    """The most memory that this process had since the last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
+
+
+def by_turns(runs: int, meet: Callable[[], None], *calls: Callable[[], object]) -> list[Best]:
+    """They take turns, because the machine may be busier a moment later; all processes `meet` before each."""
+    found: list[list[tuple[float, float]]] = [[] for _ in calls]
     for _ in range(runs + 1):
-        for call, found in zip(calls, seconds, strict=True):
-            start = time.perf_counter()
+        for call, seconds in zip(calls, found, strict=True):
+            meet()
+            wall, cpu = time.perf_counter(), time.process_time()
             call()
-            found.append(time.perf_counter() - start)
-    return [min(found[1:]) for found in seconds]
+            seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return [Best(*map(min, zip(*seconds[1:], strict=True))) for seconds in found]
 
 
 def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayout]:
@@ -108,48 +152,90 @@ def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayou
     return part, sides[rank]
 
 
-def work(rank: int, port: int, total: int, runs: int) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | None) -> None:
     torch.set_num_threads(1)
-    soon = Deadline.after(600.0)
-    store = connect_store("127.0.0.1", port, soon)
+    soon = Deadline.after(3600.0)
+    store: Any = connect_store("127.0.0.1", port, soon)
     labels = ("trainer rank 0", "rollout-0 rank 0")
     group = TorchGroup.join(store, rank=rank, labels=labels, name="bench", deadline=soon, interface="127.0.0.1")
-    large = torch.ones(total, dtype=torch.uint8)
+    large, token = torch.ones(total, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
     def limit() -> None:
         sends, receives = ([(1, large)], []) if rank == 0 else ([], [(0, large)])
         group.post(sends, receives).wait(soon)
 
+    def meet() -> None:
+        group.post([(1 - rank, token)], [(1 - rank, token.clone())]).wait(soon)
+
+    def gather(name: str, value: float) -> list[float]:
+        store.set(f"{name} {rank}", repr(value))
+        return [float(store.get(f"{name} {r}")) for r in (0, 1)]
+
+    def of_both(name: str, value: float) -> float:
+        return sum(gather(name, value))
+
     if rank == 1:
-        print(f"{'case':<30}{'GB/s':>7}{'of the limit':>14}{'prepare':>10}{'staging':>10}  pack/exchange/unpack s")
+        print(f"{'case':<29}{'limit':>6}{'ours':>6} GB/s{'of limit':>10}{'by CPU':>8}{'Awex':>7} GB/s{'ours/Awex':>11}"
+              f"{'sampled':>9}{'full':>7}{'prepare':>10}{'extra':>9}")  # fmt: skip
     for name, layout in CASES.items():
+        if wanted not in name:
+            continue
         part, held = prepared(layout, total, rank)
         assert member_labels(part) == labels
-        start = time.perf_counter()
+        before, start = peak_bytes(reset=True), time.perf_counter()
         executor = Executor(part, held, group)
         prepare = time.perf_counter() - start
-        full, ours = by_turns(runs, limit, lambda executor=executor: executor.run(soon))
-        report = executor.run(soon)
-        moved = report.bytes_sent + report.bytes_received
+        run = functools.partial(executor.run, soon)
+        run()
+        extra = peak_bytes() - before
+        both, some = digested(part, held, None), digested(part, held, Sample(0))
+        full, ours, every, sampled = by_turns(
+            runs,
+            meet,
+            limit,
+            run,
+            lambda run=run, both=both: (run(), both()),
+            lambda run=run, some=some: (run(), some()),
+        )
+        peer = None
+        if awex is not None:
+            update = awex_update(awex, part, held, torch.distributed.group.WORLD)
+            peer, again = by_turns(min(runs, 3), meet, update, run)
+        most = max(int(of_all) for of_all in gather(f"{name} extra", extra))
+        full_cpu, our_cpu = of_both(f"{name} limit", full.cpu), of_both(f"{name} ours", ours.cpu)
         if rank == 1:
+            beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
+            theirs = f"{total / peer.wall / 1e9:.2f}" if peer else ""
             print(
-                f"{name:<30}{moved / ours / 1e9:>7.2f}{moved * full / (total * ours):>13.0%} {prepare:>8.2f} s"
-                f"{executor.staging_bytes >> 20:>6} MiB  "
-                f"{report.pack_seconds:.2f}/{report.exchange_seconds:.2f}/{report.unpack_seconds:.2f}",
+                f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / ours.wall / 1e9:>6.2f}     "
+                f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs:>7}     {beside:>11}"
+                f"{sampled.wall / ours.wall - 1:>+9.0%}{every.wall / ours.wall - 1:>+7.0%}{prepare:>8.2f} s"
+                f"{most >> 20:>5} MiB",
                 flush=True,
             )
+    torch.distributed.destroy_process_group()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
-    parser.add_argument("--runs", type=int, default=5, help="the best of so many runs counts (default 5)")
+    parser.add_argument("--case", default="", help="only the cases whose name has this in it")
+    parser.add_argument("--runs", type=int, default=7, help="the best of so many runs counts (default 7)")
+    parser.add_argument("--awex", type=Path, help="folder with Awex (pip install --no-deps --target DIR awex==0.9.0)")
+    parser.add_argument("--skip-load", action="store_true", help="without the second table, which needs SGLang")
     options = parser.parse_args()
+    version = awex_version(options.awex)
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1")
+    print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1, Awex {version or 'not given'}")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
-    torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs), nprocs=2)
+    torch.multiprocessing.spawn(
+        work, (port, options.mib << 20, options.runs, options.case, options.awex if version else None), nprocs=2
+    )
     del store
+    if not options.skip_load:
+        measure_load()
 
 
 if __name__ == "__main__":

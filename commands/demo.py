@@ -26,12 +26,24 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def add(commands: Commands) -> None:
     """`weightcast demo`."""
-    parser = commands.add_parser("demo", help="train, sync and compare on this machine: FSDP2 to real SGLang servers")
+    parser = commands.add_parser("demo", help="train, sync and compare on this machine, with real SGLang servers")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint folder; a small Qwen3-MoE is made otherwise"
     )
     parser.add_argument("--work", type=Path, metavar="DIR", help="folder for model and logs; a temporary one otherwise")
-    parser.add_argument("--trainers", type=int, default=2, help="trainer processes (2)")
+    parser.add_argument("--trainer", choices=("fsdp", "megatron"), default="fsdp", help="what trains (fsdp)")
+    parser.add_argument("--trainers", type=int, metavar="N", help="trainer processes (2, or what the layout takes)")
+    parser.add_argument(
+        "--trainer-layout",
+        metavar="JSON",
+        help='of a Megatron trainer ({"tp": 2, "pp": 2, "ep": 2, "etp": 1}); ranks beyond it are data-parallel',
+    )
+    parser.add_argument(
+        "--trainer-prelude",
+        type=Path,
+        metavar="FILE",
+        help="Python file that each trainer process runs first; Megatron needs one to run on the CPU",
+    )
     parser.add_argument("--versions", type=int, default=3, help="versions to sync (3)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps a version (20)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the engines (float32)")
@@ -41,24 +53,49 @@ def add(commands: Commands) -> None:
         metavar="JSON",
         help='an SGLang server, repeatable: {"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}',
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="local",
+        metavar="ADDRESS",
+        help="as actors of the Ray cluster at ADDRESS, or of one on this machine that ends with the demo",
+    )
+    parser.add_argument(
+        "--colocated",
+        nargs="?",
+        const="in_place",
+        choices=("in_place", "staged"),
+        help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer (staged)",
+    )
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=_run)
 
 
 def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
-    from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, ServerConfig
+    from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, MegatronConfig, ServerConfig
+    from weightcast.transfer.errors import InputError
 
     servers = tuple(ServerConfig.parse(text) for text in arguments.instance or ()) or DEFAULT_SERVERS
+    layout, megatron = arguments.trainer_layout, None
+    if arguments.trainer == "megatron":
+        megatron = MegatronConfig() if layout is None else MegatronConfig.parse(layout)
+    elif layout is not None:
+        raise InputError("--trainer-layout is for --trainer megatron; FSDP2 shards over all trainer processes")
+    trainers = arguments.trainers if arguments.trainers is not None else megatron.ranks if megatron else 2
     return DemoConfig(
         work=work,
         model=arguments.model,
-        trainers=arguments.trainers,
+        trainers=trainers,
+        megatron=megatron,
+        prelude=arguments.trainer_prelude,
         versions=arguments.versions,
         steps=arguments.steps,
         dtype=arguments.dtype,
         servers=servers,
         deadline=arguments.deadline,
+        ray=arguments.ray,
+        share=arguments.colocated,
     )
 
 
@@ -103,16 +140,18 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
 
     from weightcast.demo.run import describe_server
 
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(f"{config.trainers} FSDP2 trainer ranks, engines in {config.dtype}", markup=False)
+    columns = ["served as", "digests equal", "of slots", "replicas", "tokens equal", "changed", "|Δ logprob|", "update"]
+    if config.share is not None:
+        columns += ["sockets", "memory"]
+    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
+    trainer = f"Megatron-Core trainer ranks, {config.megatron}" if config.megatron else "FSDP2 trainer ranks"
+    console.print(f"{config.trainers} {trainer}; engines in {config.dtype}", markup=False)
     for server in config.servers:
         console.print(f"  {server.name}: SGLang, {describe_server(server)}", markup=False)
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("version", justify="right")
     table.add_column("instance")
-    for column in (
-        "served as", "digests equal", "of slots", "replicas", "tokens equal", "changed", "|Δ logprob|", "update",
-    ):  # fmt: skip
+    for column in columns:
         table.add_column(column, justify="right")
     for o in outcomes:
         v = o.verified
@@ -127,5 +166,6 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
             f"{o.changed}/{o.prompts}",
             f"{o.logprob_gap:.1e}",
             f"{o.seconds:.2f} s",
+            *([f"{o.sent} B", f"{o.shared} B"] if config.share is not None else []),
         )
     console.print(table)

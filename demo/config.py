@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.handles import Share
 from weightcast.transfer.placement import ExpertPlacement
 
-__all__ = ["DemoConfig", "ServerConfig", "VersionOutcome"]
+__all__ = ["LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 
@@ -64,18 +66,56 @@ DEFAULT_SERVERS = (
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronConfig:
+    """How Megatron-Core splits the trainer: tensor, pipeline, expert and expert-tensor parallel ranks."""
+
+    tp: int = 2
+    pp: int = 2
+    ep: int = 2
+    etp: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> MegatronConfig:
+        """From JSON such as `{"tp": 2, "pp": 2, "ep": 2, "etp": 1}`; what is absent is 1. Raises InputError."""
+        try:
+            made = cls(**{"tp": 1, "pp": 1, "ep": 1, **json.loads(text)})
+        except (ValueError, TypeError) as error:
+            raise InputError(f"trainer layout {text!r} is not JSON with tp, pp, ep and etp: {error}") from None
+        if not all(type(n) is int and n >= 1 for n in (made.tp, made.pp, made.ep, made.etp)):
+            raise InputError(f"trainer layout {text!r}: tp, pp, ep and etp must be whole numbers from 1")
+        return made
+
+    @property
+    def ranks(self) -> int:
+        """The fewest ranks that it takes: a stage is both tp x dp and etp x ep x expert data-parallel ranks."""
+        return self.pp * math.lcm(self.tp, self.ep * self.etp)
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}/pp{self.pp}/ep{self.ep}/etp{self.etp}"
+
+
+@dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What to run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs."""
+    """What to run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs.
+
+    `megatron` None means FSDP2. `ray` is the address of a Ray cluster to run on, "local" for one made for it, None for
+    plain processes. `prelude` is a Python file that each trainer process runs before anything of its
+    framework is imported. `share` is what the trainer lends to the engines, which are then all on its host.
+    """
 
     work: Path
     model: Path | None = None
     trainers: int = 2
+    megatron: MegatronConfig | None = None
+    prelude: Path | None = None
     versions: int = 3
     steps: int = 20
     dtype: str = "float32"
     servers: tuple[ServerConfig, ...] = DEFAULT_SERVERS
     new_tokens: int = 24
     deadline: float = 300.0
+    ray: str | None = None
+    share: Share = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +124,7 @@ class VersionOutcome:
 
     `equal` and `changed` count prompts whose greedy tokens equal the trainer's and differ from the version before;
     `logprob_gap` is the mean absolute difference of the log-probabilities that trainer and engine give the engine's
-    tokens.
+    tokens. Of the bytes of its weights `sent` went through sockets, `shared` were read where the trainer has them.
     """
 
     version: int
@@ -96,6 +136,8 @@ class VersionOutcome:
     weight_version: str
     seconds: float
     verified: dict[str, Any] = field(default_factory=dict)
+    sent: int = 0
+    shared: int = 0
 
     def faults(self, config: DemoConfig) -> list[str]:
         """What is wrong with it; empty when all is proven.
@@ -116,8 +158,13 @@ class VersionOutcome:
             found.append(
                 f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}"
             )
+        if config.share is not None and (self.sent or not self.shared):
+            found.append(f"{self.sent} bytes went through sockets and {self.shared} through memory, expected all there")
         return [f"version {self.version} on {self.instance}: {text}" for text in found]
 
 
 LOGPROB_LIMIT = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean absolute difference of log-probabilities that rounding explains, by engine dtype."""
+
+LOSS_LIMIT = 1e-3
+"""Largest difference of two float32 losses on the same weights and text that rounding explains."""

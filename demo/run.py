@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from weightcast.demo.config import DemoConfig, ServerConfig, VersionOutcome
+from weightcast.demo.colocated import describe_step
+from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
+from weightcast.demo.machines import LocalMachines, Machines, Trainers
+from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
-from weightcast.demo.processes import ServerProcess, free_port, start_gateway
-from weightcast.demo.trainer import Reference, train
+from weightcast.demo.processes import Server
+from weightcast.demo.trainer import Reference
 from weightcast.gateway.app import make_token
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["run_demo"]
+__all__ = ["reference_faults", "run_demo"]
 
 Say = Callable[[str], None]
 
@@ -33,20 +33,27 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     """
     if config.trainers < 1 or config.versions < 1 or not config.servers:
         raise InputError("the demo needs at least one trainer, one version and one instance")
+    if config.prelude is not None and not config.prelude.is_file():
+        raise InputError(f"--trainer-prelude {config.prelude} is not a file")
     config.work.mkdir(parents=True, exist_ok=True)
     model = _model(config, say)
+    if config.megatron is not None:
+        check_megatron(config, config.megatron, model)
     token = make_token()
     os.environ[TOKEN_VARIABLE] = token  # read by the trainer processes; never on a command line
     with ExitStack() as stack:
         stack.enter_context(_ending_on_sigterm())
         say("starting the gateway and " + ", ".join(f"{s.name} ({describe_server(s)})" for s in config.servers))
-        url = stack.enter_context(start_gateway(config, token))
-        servers = [stack.enter_context(ServerProcess.start(s, config, model, token)) for s in config.servers]
+        machines = stack.enter_context(_machines(config, model, token))
+        url = machines.start_gateway()
+        servers = [machines.start_server(spec) for spec in config.servers]
         for server in servers:
             server.wait_up(config.deadline)
             say(f"{server.spec.name} is up")
         _create_pair(config, url, token, servers)
-        trainers = stack.enter_context(_trainers(config, model, url))
+        trainers = machines.start_trainers(url)
+        if config.share is not None:
+            trainers.send({server.spec.name: server.url for server in servers})
         return _follow(config, model, servers, trainers, say)
 
 
@@ -64,6 +71,14 @@ def _ending_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _machines(config: DemoConfig, model: Path, token: str) -> AbstractContextManager[Machines]:
+    if config.ray is None:
+        return LocalMachines(config, model, token)
+    from weightcast.demo.ray_machines import RayMachines
+
+    return RayMachines(config, model, token)
+
+
 def _model(config: DemoConfig, say: Say) -> Path:
     if config.model is not None:
         if not (config.model / "config.json").exists():
@@ -76,85 +91,31 @@ def _model(config: DemoConfig, say: Say) -> Path:
     return model.resolve()
 
 
-def _create_pair(config: DemoConfig, url: str, token: str, servers: list[ServerProcess]) -> None:
-    instances = {s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size} for s in servers}
+def _create_pair(config: DemoConfig, url: str, token: str, servers: list[Server]) -> None:
+    hold = config.share is not None  # the memory dance lets them go on
+    instances = {
+        s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size, "hold": hold} for s in servers
+    }
     deadlines = dict.fromkeys(("register", "join", "prepare", "transfer", "verify", "engine"), config.deadline)
     with GatewayClient(url, token) as client:
         client.create_pair("demo", config.trainers, instances, deadlines)
 
 
-class _Trainers:
-    """The trainer processes. Rank 0 speaks for all; an end or error of any of them is raised here."""
-
-    def __init__(self, processes: Sequence[BaseProcess], pipes: Sequence[Connection], seconds: float) -> None:
-        self._processes, self._pipes, self._seconds = processes, pipes, seconds
-
-    def send(self, what: object) -> None:
-        """To rank 0."""
-        try:
-            self._pipes[0].send(what)
-        except OSError:
-            self.receive()
-
-    def receive(self) -> object:
-        """The next thing from rank 0. Raises EngineError when it does not come, and the error of any rank."""
-        deadline = time.monotonic() + self._seconds
-        while time.monotonic() < deadline:
-            ready = wait([*self._pipes, *(p.sentinel for p in self._processes)], 1.0)
-            for pipe in self._pipes:
-                if pipe in ready:
-                    return self._read(pipe)
-            for rank, process in enumerate(self._processes):
-                if process.exitcode not in (None, 0):
-                    raise EngineError(f"trainer rank {rank} ended with status {process.exitcode}")
-        raise EngineError(f"trainer rank 0 said nothing for {self._seconds:g} s")
-
-    def _read(self, pipe: Connection) -> object:
-        try:
-            found = pipe.recv()
-        except (EOFError, OSError):
-            raise EngineError(f"trainer rank {self._pipes.index(pipe)} ended without a word") from None
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-
-@contextmanager
-def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[_Trainers]:
-    """Starts the trainer processes; they are ended on leaving."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    pipes = [context.Pipe() for _ in range(config.trainers)]
-    processes = [
-        context.Process(target=train, args=(rank, config, model, url, port, pipes[rank][1]), daemon=True)
-        for rank in range(config.trainers)
-    ]
-    for process in processes:
-        process.start()
-    for _, theirs in pipes:
-        theirs.close()  # else the end of a process would not end its pipe
-    try:
-        yield _Trainers(processes, [ours for ours, _ in pipes], config.deadline)
-        for process in processes:
-            process.join(30.0)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
 def _follow(
-    config: DemoConfig, model: Path, servers: list[ServerProcess], trainers: _Trainers, say: Say
+    config: DemoConfig, model: Path, servers: list[Server], trainers: Trainers, say: Say
 ) -> tuple[list[VersionOutcome], list[str]]:
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
     prompts = prompt_ids(model, vocabulary)
     before: dict[str, list[list[int]]] = {}
     outcomes: list[VersionOutcome] = []
+    faults: list[str] = []
     for version in range(config.versions + 1):
         reference = trainers.receive()
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
+        faults += reference_faults(reference)
+        for step in reference.steps:
+            say(describe_step(step))
         say(
             f"version {version}: trained, loss {reference.loss:.3f}, transferred"
             if version
@@ -166,17 +127,27 @@ def _follow(
             if version:
                 outcomes.append(outcome)
         trainers.send(None)
-    faults = [fault for outcome in outcomes for fault in outcome.faults(config)]
-    return outcomes, faults
+    return outcomes, faults + [fault for outcome in outcomes for fault in outcome.faults(config)]
+
+
+def reference_faults(reference: Reference) -> list[str]:
+    """The expectation is worth something only if it is what the trainer itself computes."""
+    trainer, gathered = reference.trainer_loss, reference.reference_loss
+    if abs(trainer - gathered) <= LOSS_LIMIT:
+        return []
+    return [
+        f"version {reference.version}: the trainer's own loss is {trainer:.6f}, that of its gathered weights "
+        f"{gathered:.6f}"
+    ]
 
 
 def _compare(
     config: DemoConfig,
-    server: ServerProcess,
+    server: Server,
     reference: Reference,
     prompts: list[list[int]],
     before: list[list[int]] | None,
-    trainers: _Trainers,
+    trainers: Trainers,
 ) -> tuple[VersionOutcome, list[list[int]]]:
     begun = time.monotonic()
     tokens, scores, weight_version = server.generate(prompts, config.new_tokens)
@@ -200,6 +171,8 @@ def _compare(
         weight_version=weight_version,
         seconds=float(record.get("seconds", time.monotonic() - begun)),
         verified=dict(record.get("verified") or {}),
+        sent=reference.moved[server.spec.name][0],
+        shared=reference.moved[server.spec.name][1],
     )
     return outcome, tokens
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from weightcast.gateway.guard import MSGPACK
-from weightcast.gateway.urls import check_url, trusted
+from weightcast.gateway.urls import transport_to, trusted
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
@@ -45,6 +45,7 @@ class Orders(NamedTuple):
 class GatewayClient:
     """`GatewayClient("http://127.0.0.1:8900")`; the token comes from WEIGHTCAST_TOKEN unless given.
 
+    Within a Ray cluster the address may be `ray://NAME` of a gateway's actor.
     `outage` is for how many seconds a gateway that has answered before is asked again. Methods raise what the gateway
     answered, or TransferError when it cannot be reached.
     """
@@ -53,7 +54,7 @@ class GatewayClient:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
-        check_url("gateway ", url, "the gateway")
+        transport = transport_to(url)
         self.url = url.rstrip("/")
         self.outage, self._reached = outage, False
         self._client = httpx.Client(
@@ -61,7 +62,8 @@ class GatewayClient:
             timeout=timeout,
             headers={"Authorization": f"Bearer {token}"},
             trust_env=False,
-            verify=trusted(self.url),
+            transport=transport,
+            verify=transport is not None or trusted(self.url),
         )
 
     def __enter__(self) -> GatewayClient:
@@ -114,12 +116,14 @@ class GatewayClient:
         settings: Mapping[str, float] | None = None,
         bucket_bytes: int | None = None,
         commit: str = "each",
+        verify: str = "full",
     ) -> None:
         """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
+        `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
-        body["commit"] = commit
+        body |= {"commit": commit, "verify": verify}
         if settings:
             body["settings"] = dict(settings)
         if bucket_bytes is not None:

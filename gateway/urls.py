@@ -9,7 +9,7 @@ import httpx
 
 from weightcast.transfer.errors import InputError
 
-__all__ = ["CA_VARIABLE", "check_url", "trusted"]
+__all__ = ["CA_VARIABLE", "check_url", "transport_to", "trusted"]
 
 CA_VARIABLE = "WEIGHTCAST_CA"
 """Environment variable with a file of certificates to trust in gateway and engines, in place of the system's."""
@@ -26,6 +26,16 @@ def check_url(whose: str, url: str, of: str) -> None:
             return
         fault = ""
     raise InputError(f"{whose}url is {url!r}, expected http://host:port of {of}{fault}")
+
+
+def transport_to(url: str) -> httpx.BaseTransport | None:
+    """How a gateway at `url` is reached, None for HTTP. Raises InputError for another address than http, https, ray."""
+    if not url.startswith("ray://"):
+        check_url("gateway ", url, "the gateway")
+        return None
+    from weightcast.gateway.ray_actor import RayTransport, actor_name
+
+    return RayTransport(actor_name(url))
 
 
 def trusted(url: str) -> ssl.SSLContext | bool:

@@ -13,19 +13,22 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import DigestCache, Member, Waits, join, report_of
+from weightcast.gateway.membership import Member, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
 from weightcast.transfer.errors import PairStateError, StalePlanError, UpdateError, WeightcastError
-from weightcast.transfer.executor import Executor, TransferReport
+from weightcast.transfer.executor import TransferReport
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
+from weightcast.transfer.transports.shared_memory import share_memory
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -47,7 +50,9 @@ class TrainerWorker:
     `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
     reached.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
-    unless given.
+    unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
+    are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
+    that resizes, offloads or pins its weights. Without it all bytes travel.
     """
 
     def __init__(
@@ -62,18 +67,19 @@ class TrainerWorker:
         backend: str = "gloo",
         address: str = "127.0.0.1",
         deadline: float | None = None,
+        share: Share = None,
     ) -> None:
         self._url, self._token = url, token
         self._client = GatewayClient(url, token)
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
-        self._source = source
+        self._source, self._share = source, share
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
         self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
-        self._digests = DigestCache()
+        self._digests = SharedDigests()
         self._start, self._generation = "", 0
 
     def connect(self) -> None:
@@ -82,7 +88,7 @@ class TrainerWorker:
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
         on.
         """
-        self._layout = self._source.describe()
+        self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._start = uuid.uuid4().hex
         first_order = self._register(self._layout)
@@ -99,6 +105,10 @@ class TrainerWorker:
             lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
         )
 
+    def _describe(self) -> RankLayout:
+        layout = self._source.describe()
+        return share_memory(layout) if self._share == "in_place" else layout
+
     def _register(self, layout: RankLayout) -> int:
         """Number of the first order for the trainer as it is now; those for it as it was before are passed over."""
         report = report_of(layout, self._rank, self._world)
@@ -114,7 +124,7 @@ class TrainerWorker:
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
         layout is no longer the one it registered, and UpdateError naming each instance that did not commit and why.
         """
-        layout = self._source.describe()
+        layout = self._describe()
         if self._layout is None:
             raise PairStateError(f"trainer rank {self._rank}: update before connect")
         if layout.table.fingerprint != self._layout.table.fingerprint:
@@ -127,7 +137,7 @@ class TrainerWorker:
             self._register(layout)  # the gateway was restarted
             self._client.offer(self._pair, self._rank, version)
         deadline = time.monotonic() + self._waits.gateway
-        self._digests.clear()
+        self._digests.forget()
         names, first_order = self._client.begun(self._pair, version, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
@@ -151,14 +161,14 @@ class TrainerWorker:
         for member in self._members.values():
             member.close()
         self._members.clear()
+        self._digests.close()
         self._client.close()
 
     def _rebind(self, layout: RankLayout) -> None:
         """The same regions at new addresses: the plan holds, the executors get new views."""
         self._layout = layout
         for member in self._members.values():
-            if member.group is not None:
-                member.executor = Executor(member.part, layout, member.group)
+            member.rebind(layout)
 
     def _follow_connect(self, name: str, take: Callable[[], dict[str, Any]]) -> None:
         while True:
@@ -188,7 +198,15 @@ class TrainerWorker:
                 self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
             )
             self._members[name] = join(
-                self._client, self._pair, epoch, part, layout, self._backend, self._address, self._waits.join
+                self._client,
+                self._pair,
+                epoch,
+                part,
+                layout,
+                self._backend,
+                self._address,
+                self._waits.join,
+                self._share,
             )
         except WeightcastError as error:
             self._tell(name, epoch, error)
@@ -198,7 +216,8 @@ class TrainerWorker:
     ) -> None:
         member, layout = self._members.get(name), self._layout
         if member is not None and layout is not None:
-            self._digests.report(member.part, layout)  # while the engine pauses and its ranks get ready
+            # While the engine pauses and its ranks get ready.
+            self._digests.start(member.part, layout, version, self._labels(version))
         while True:
             order = take()
             if order["action"] == "join":
@@ -208,6 +227,9 @@ class TrainerWorker:
             elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
                 return
 
+    def _labels(self, version: int) -> dict[str, object]:
+        return {"pair": self._pair, "version": version}
+
     def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
         """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
@@ -216,10 +238,14 @@ class TrainerWorker:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
+            labels = self._labels(version)
+            digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None:
-                reports[name] = executor.run(Deadline.after(self._waits.transfer))
-            report = self._digests.report(member.part, layout)
-            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report)
+                reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
+            digests = digesting.result()
+            if executor is not None:
+                reports[name] = replace(reports[name], digest_seconds=digests.seconds)
+            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
         except WeightcastError as error:
             self._tell(name, epoch, error)
 

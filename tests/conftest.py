@@ -32,13 +32,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Only what is absent is skipped: an SGLang that is installed and cannot be imported fails its tests."""
     if item.get_closest_marker("sglang") and importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed; `make test` installs it")
-    if item.get_closest_marker("megatron") and importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Core is not installed; `make test-megatron` installs it")
+    if item.get_closest_marker("megatron") and not _has_megatron():
+        pytest.skip("Megatron-Core and Megatron-Bridge are not installed; `make test` installs them")
     if item.get_closest_marker("gpu"):
         import torch
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
+
+
+def _has_megatron() -> bool:
+    if importlib.util.find_spec("megatron") is None:
+        return False
+    return all(importlib.util.find_spec(f"megatron.{part}") is not None for part in ("core", "bridge"))
 
 
 @pytest.fixture(scope="session")

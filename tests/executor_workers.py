@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+from group_support import together
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
 
+from weightcast.transfer import stages
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import LayoutBuilder, RankLayout, RegionTable
 from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.plan import RankPart
+from weightcast.transfer.plan import RankPart, TransferPlan
 from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.topology import Hosts, Topology
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 
 POISON = 0xA5
@@ -158,22 +165,31 @@ class Case:
         return cls(source, target, shapes, trainer_parts, parts)
 
     def fill(self, rank: int, version: int) -> None:
-        for name, box, view in self.source.holds[rank]:
-            view.copy_(box_of(value(name, self.shapes[name], view.dtype, version), box))
+        fill(self.source, self.shapes, rank, version)
 
     def check(self, rank: int, version: int) -> int:
-        """Every byte of the rank's memory is what it should be, also those between regions. Returns how many."""
-        found = [owner.clone() for owner in self.target.memory[rank]]
-        for owner in self.target.memory[rank]:
-            owner.view(-1).view(torch.uint8).fill_(POISON)
-        sources = {n: v.dtype for holds in self.source.holds for n, _, v in holds}
-        for name, box, view in self.target.holds[rank]:
-            view.copy_(box_of(value(name, self.shapes[name], sources[name], version), box))
-        for owner, was in zip(self.target.memory[rank], found, strict=True):
-            same = torch.equal(owner.view(-1).view(torch.uint8), was.view(-1).view(torch.uint8))
-            assert same, f"rank {rank} version {version}: {owner} != {was}"
-            owner.copy_(was)
-        return sum(owner.nbytes for owner in found)
+        return check(self.target, self.source, self.shapes, rank, version)
+
+
+def fill(source: Side, shapes: dict[str, list[int]], rank: int, version: int) -> None:
+    """What a trainer rank holds of a version."""
+    for name, box, view in source.holds[rank]:
+        view.copy_(box_of(value(name, shapes[name], view.dtype, version), box))
+
+
+def check(target: Side, source: Side, shapes: dict[str, list[int]], rank: int, version: int) -> int:
+    """Every byte of the rank's memory is what it should be, also those between regions. Returns how many."""
+    found = [owner.clone() for owner in target.memory[rank]]
+    for owner in target.memory[rank]:
+        owner.view(-1).view(torch.uint8).fill_(POISON)
+    sources = {n: v.dtype for holds in source.holds for n, _, v in holds}
+    for name, box, view in target.holds[rank]:
+        view.copy_(box_of(value(name, shapes[name], sources[name], version), box))
+    for owner, was in zip(target.memory[rank], found, strict=True):
+        same = torch.equal(owner.view(-1).view(torch.uint8), was.view(-1).view(torch.uint8))
+        assert same, f"rank {rank} version {version}: {owner} != {was}"
+        owner.copy_(was)
+    return sum(owner.nbytes for owner in found)
 
 
 def run_random(
@@ -206,6 +222,74 @@ def run_random(
     return checked, received, copied, rounds
 
 
+TRAINERS = 2
+
+
+def three_instances(
+    seed: int, worlds: Sequence[int]
+) -> tuple[Side, list[Side], dict[str, list[int]], TransferPlan, int]:
+    """Trainer, instances, shapes of the tensors, a plan that relays inside instances, and bytes of staging memory."""
+    rng = random.Random(1000 + seed)
+    shapes = {
+        f"t{i}": [rng.randint(1, 9) for _ in range(rng.choice([0, 1, 2, 2, 3]))] for i in range(rng.randint(3, 9))
+    }
+    held = {name: rng.choice([torch.float32, torch.bfloat16]) for name in shapes}
+    source = side(rng, {n: (s, held[n]) for n, s in shapes.items()}, TRAINERS, rng.choice([0, 0.4]), False)
+    targets = []
+    for world in worlds:
+        dtypes = {n: rng.choice([torch.bfloat16, torch.float16, d]) for n, d in held.items()}
+        # Much is held by several ranks, so that there is something to pass on.
+        targets.append(side(rng, {n: (s, dtypes[n]) for n, s in shapes.items()}, world, 0.7, False))
+    names = [f"rollout-{i}" for i in range(len(worlds))]
+    tables = {name: [layout.table for layout in t.layouts] for name, t in zip(names, targets, strict=True)}
+    plan = plan_transfer(
+        [layout.table for layout in source.layouts],
+        tables,
+        hosts=Hosts.packed([TRAINERS, *worlds], 1),
+        topology=Topology(nic_gbps=1, between_instances=False),
+    )
+    return source, targets, shapes, plan, rng.choice([256, 1024, 1 << 20]) * 4 * max(worlds)
+
+
+def feed_three_instances(
+    rank: int, world: int, _: int, port: int, worlds: Sequence[int], seeds: Sequence[int]
+) -> tuple[int, int, int, int, int]:
+    """Two versions through every case; trainer ranks feed all instances at once.
+
+    Returns bytes checked, received, copied and passed on, and the stages of all cases.
+    """
+    stages._WAVE_BYTES = 64
+    counts = [0, 0, 0, 0, 0]
+    for seed in seeds:
+        source, targets, shapes, plan, bucket = three_instances(seed, worlds)
+        made = PlanParts(plan, bucket)
+        if rank < TRAINERS:
+            parts = [made.trainer_part(n, rank) for n in plan.instances if rank in made.trainer_ranks(n)]
+            layout, target = source.layouts[rank], None
+        else:
+            index = int(np.searchsorted(np.cumsum(worlds), rank - TRAINERS, side="right"))
+            target, own = targets[index], rank - TRAINERS - sum(worlds[:index])
+            parts, layout = [made.instance_part(plan.instances[index], own)], target.layouts[own]
+        groups = [group_of(port, p.group_rank, member_labels(p), f"{seed} {p.instance}") for p in parts]
+        executors = [Executor(part, layout, group) for part, group in zip(parts, groups, strict=True)]
+        for version in (1, 2):
+            if rank < TRAINERS:
+                fill(source, shapes, rank, version)
+            runs = [lambda e=e: e.run(Deadline.after(60.0)) for e in executors]
+            for report in together(*runs) if runs else []:
+                if isinstance(report, Exception):
+                    raise report
+                counts[1] += report.bytes_received
+                counts[2] += report.bytes_copied
+                counts[3] += report.bytes_sent if target else 0
+            if target:
+                counts[0] += check(target, source, shapes, own, version)
+        counts[4] += max((part.stages for part in parts), default=0)
+        for group in groups:
+            group.close()
+    return tuple(counts)  # type: ignore[return-value]
+
+
 def join_and_stay(port: int, rank: int, labels: Sequence[str], name: str) -> None:
     group = group_of(port, rank, labels, name)
     time.sleep(60.0)
@@ -235,8 +319,11 @@ def lose_a_peer(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
     return time.monotonic() - start, "nothing was lost"
 
 
-def feed_two_instances(rank: int, world: int, _: int, port: int) -> list[tuple[str, float]]:
-    """Rank 0 trains and feeds rollout-0 (rank 1), which dies in the second update, and rollout-1 (rank 2)."""
+def feed_two_instances(rank: int, world: int, _: int, port: int, stuck: bool) -> list[tuple[str, float]]:
+    """Rank 0 trains and feeds rollout-0 (rank 1) and rollout-1 (rank 2).
+
+    In the second update rollout-0 dies, or it gets stuck until all is over.
+    """
     sources = [Piece("w", (4, 1 << 16), (0, 0), torch.zeros(4, 1 << 16)), Piece("b", (), (), torch.zeros(()))]
     targets = [Piece(p.name, p.shape, p.offset, torch.zeros(p.shape, dtype=torch.bfloat16)) for p in sources]
     trainer, instance = describe_pieces(sources), describe_pieces(targets)
@@ -253,15 +340,61 @@ def feed_two_instances(rank: int, world: int, _: int, port: int) -> list[tuple[s
         for piece in sources:
             piece.view.fill_(version)
         if rank == 1 and version == 2:
+            if stuck:
+                connect_store("127.0.0.1", port, Deadline.after(60.0)).get("over")
             return outcome
         for name, executor in zip(names, executors, strict=False):
             start = time.monotonic()
             try:
-                executor.run(Deadline.after(15.0))
+                executor.run(Deadline.after(3.0 if stuck and version > 1 and rank == 0 else 15.0))
                 outcome.append((f"{name} {version}", float(targets[0].view.mean() + targets[1].view)))
             except TransferError as error:
                 outcome.append((f"{name} {version}: {error}", time.monotonic() - start))
+    connect_store("127.0.0.1", port, Deadline.after(60.0)).set("over", "")
     return outcome
+
+
+def measure_memory(rank: int, world: int, _: int, port: int, bucket_bytes: int, region_bytes: int) -> list[int]:
+    """Bytes of memory that this process gained at its peak while it prepared and ran, and in a second run; what torch
+    allocated in a third; and the executor's own account."""
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "memory")
+
+    def executor_of(total: int) -> Executor:
+        n = region_bytes // 2
+        pieces = [Piece(f"t{i}", (n,), (0,), torch.ones(n, dtype=torch.bfloat16)) for i in range(total // region_bytes)]
+        layout = describe_pieces(pieces)
+        sender, receiver = make_parts([layout.table], [layout.table], bucket_bytes)
+        part = (*sender, *receiver)[rank]
+        assert part is not None
+        before.append(reset_peak())
+        return Executor(part, layout, group)
+
+    before: list[int] = []
+    executor_of(1 << 20).run(Deadline.after(60.0))  # Code is loaded when it first runs.
+    executor = executor_of(64 << 20)
+    executor.run(Deadline.after(60.0))
+    first = peak() - before[1]
+    again = reset_peak()
+    executor.run(Deadline.after(60.0))
+    second = peak() - again
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        executor.run(Deadline.after(60.0))
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    group.close()
+    return [first, second, sum(max(e.nbytes(), 0) for e in events if e.name() == "[memory]"), executor.staging_bytes]
+
+
+def reset_peak() -> int:
+    """Bytes that this process has, from which its peak is counted from now on (Linux)."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """The most bytes that this process had since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
 
 
 def share_a_process(rank: int, world: int, _: int, port: int) -> list[object]:

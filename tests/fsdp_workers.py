@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rebuild_support import rows_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from weightcast.adapters.fsdp import FsdpSource
-from weightcast.transfer.layout import RankLayout
 
 Truth = dict[str, torch.Tensor] | None
+OPTIONS: dict[str, dict[str, Any]] = {"lora_merged": {"lora": "merged"}, "lora_separate": {"lora": "separate"}}
+"""What the source of a case is made with besides its model."""
 Case = Callable[[int, int], tuple[nn.Module, Truth]]
 
 SIZES: dict[str, Any] = {
@@ -217,6 +219,85 @@ def deepseek_after_forward(rank: int, world: int) -> tuple[nn.Module, Truth]:
     return model, truth
 
 
+def offloaded(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """CPU offload, reduced precision, and layers that are compiled one by one, which shows in their names."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    model = qwen3_moe()
+    policy = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    shard_all(model, _mesh(world), **policy)
+    step(model)
+    truth = exported(model, qwen3_moe())
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager")
+    assert any("_orig_mod" in name for name, _ in model.named_parameters())
+    return model, truth
+
+
+def data_parallel(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """DDP: every rank holds everything."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(qwen3_moe())
+    step(model)
+    return model, exported(model.module, qwen3_moe())
+
+
+def _with_lora() -> Any:
+    """Adapters on two kinds of layers, random where PEFT starts with zeros."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(qwen3_moe(), LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def _lora_truth(model: Any) -> dict[str, Any]:
+    """On rank 0: the weights below the adapters as `save_pretrained` writes them, the adapters as PEFT saves them."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    full = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    if dist.get_rank():
+        return {}
+    copy = _with_lora()
+    copy.load_state_dict(full)
+    adapters = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(copy).items()}
+    with tempfile.TemporaryDirectory() as folder:
+        copy.unload().save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors") | {f"adapter {name}": adapters[name] for name in adapters}
+
+
+def lora_merged(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """The weights after `merge_adapter()`, which works in place and on DTensors."""
+    model = _with_lora()
+    shard_all(model.get_base_model(), _mesh(world))
+    step(model)
+    before = _lora_truth(model)
+    model.merge_adapter()
+    after = {name: tensor for name, tensor in _lora_truth(model).items() if not name.startswith("adapter ")}
+    moved = [name for name in after if not torch.equal(before[name], after[name])]
+    assert len(moved) == (0 if rank else 4), moved
+    return model, after
+
+
+def lora_separate(rank: int, world: int) -> tuple[nn.Module, Truth]:
+    """Weights without adapters, and those under PEFT's names; one layer inside a wrapper for checkpointing."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = _with_lora()
+    inner = model.get_base_model()
+    shard_all(inner, _mesh(world))
+    step(model)
+    truth = _lora_truth(model)
+    inner.model.layers[1] = checkpoint_wrapper(inner.model.layers[1])
+    return model, {name.removeprefix("adapter "): tensor for name, tensor in truth.items()}
+
+
 def ignored_and_plain(rank: int, world: int) -> tuple[nn.Module, Truth]:
     """Parameters that FSDP ignores are whole on every rank; mixed dtypes stay what they are in memory."""
     torch.manual_seed(3)
@@ -280,7 +361,7 @@ def tp_fsdp_uneven(rank: int, world: int) -> tuple[nn.Module, Truth]:
 
 
 CASES: dict[int, tuple[Case, ...]] = {
-    2: (tied_dense, deepseek_after_forward, ignored_and_plain),
+    2: (tied_dense, deepseek_after_forward, ignored_and_plain, data_parallel, offloaded, lora_merged, lora_separate),
     3: (fsdp_moe_4_experts, fsdp_fused_rows),
     4: (fsdp_moe, hsdp_moe, tp_fsdp_dense, ep_fsdp_moe, mesh_layouts),
     6: (tp_fsdp_uneven,),
@@ -293,21 +374,11 @@ def run_cases(rank: int, world: int, port: int, folder: str) -> None:
     try:
         for case in CASES[world]:
             model, truth = case(rank, world)
-            source = FsdpSource(model)
+            source = FsdpSource(model, **OPTIONS.get(case.__name__, {}))
             layout = source.describe()
             assert source.describe().table.fingerprint == layout.table.fingerprint
-            torch.save(rows(layout), f"{folder}/{case.__name__}.{rank}")
+            torch.save(rows_of(layout), f"{folder}/{case.__name__}.{rank}")
             if rank == 0:
                 torch.save(truth, f"{folder}/{case.__name__}.truth")
     finally:
         dist.destroy_process_group()
-
-
-def rows(layout: RankLayout) -> list[Any]:
-    """(tensor, global shape, offset, bytes) of every region."""
-    found = []
-    for i in range(len(layout.table)):
-        region = layout.table.region(i)
-        shape = layout.table.tensors.spec(int(layout.table.tensor[i])).shape
-        found.append((region.tensor, shape, region.offset, layout.view(i).clone()))
-    return found

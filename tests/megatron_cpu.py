@@ -1,6 +1,6 @@
 """What Megatron-Core 0.19 and Megatron-Bridge 0.6 lack on a machine without a GPU. For test processes alone.
 
-Call `install()` before anything of Megatron is imported.
+Call `install()` before anything of Megatron is imported, or give this file to `weightcast demo --trainer-prelude`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LatentAttention", "bridge_sequential_glm", "install", "pretend_transformer_engine"]
+__all__ = ["LatentAttention", "install", "install_bridge", "pretend_transformer_engine"]
 
 _VERSION = "2.14.0"
 """Of a Transformer Engine that Megatron takes for new enough."""
@@ -88,18 +88,9 @@ def pretend_transformer_engine() -> None:
 
 def install() -> None:
     """Once in a process that is for Megatron alone."""
-    import typing_extensions
-
-    typing.override = typing_extensions.override  # type: ignore[attr-defined]
-    _pretend_version()
-    # Megatron-Core finds no Transformer Engine, and keeps to its own layers; the bridge then finds the pretended one.
-    import megatron.core
-    import megatron.core.extensions
-    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
     import megatron.core.tensor_parallel.random as tensor_random
     import megatron.core.transformer.torch_norm as torch_norm
 
-    sys.meta_path.insert(0, _TransformerEngine())  # type: ignore[arg-type]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.current_stream = lambda *args, **kwargs: None  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
@@ -114,7 +105,16 @@ def install() -> None:
     _CudaIsCpu().__enter__()
 
 
-def bridge_sequential_glm() -> None:
+def install_bridge() -> None:
+    """After `install()`: what Megatron-Bridge needs besides."""
+    # Megatron-Core finds no Transformer Engine, and keeps to its own layers; the bridge then finds the pretended one.
+    import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+
+    pretend_transformer_engine()
+    _bridge_sequential_glm()
+
+
+def _bridge_sequential_glm() -> None:
     """The bridge of GLM-4-MoE maps grouped experts alone; give it the same mappings for sequential ones."""
     from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping
@@ -158,3 +158,7 @@ class LatentAttention(torch.nn.Module):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, ~mask, scale=self.scale)
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+if __name__ == "weightcast_prelude":
+    install()

@@ -7,7 +7,10 @@ Transformers model computes.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from rebuild_support import rows_of
 
 if TYPE_CHECKING:
     from weightcast.adapters.megatron import MegatronSource
@@ -47,6 +51,10 @@ class Case:
         mesh += "" if self.etp is None else f"etp{self.etp}"
         options = [name for name in ("mtp", "overlap", "forward") if getattr(self, name)]
         return "-".join([self.checkpoint, mesh, *options])
+
+    def ranks(self) -> tuple[int, int, int, int, int]:
+        """How many there are in each direction; no virtual stages are 0."""
+        return self.tp, self.pp, self.vp or 0, self.ep, self.tp if self.etp is None else self.etp
 
     @property
     def family(self) -> str:
@@ -84,30 +92,34 @@ def run_cases(rank: int, world: int, port: int, folder: str, names: list[str]) -
     import megatron_cpu
 
     megatron_cpu.install()
-    megatron_cpu.bridge_sequential_glm()
+    megatron_cpu.install_bridge()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    for case in CASES:
-        if str(case) in names:
-            _run(case, rank, Path(folder))
-            dist.barrier()
+    cases = sorted((case for case in CASES if str(case) in names), key=Case.ranks)
+    for mesh, alike in itertools.groupby(cases, key=Case.ranks):
+        # Some thirty process groups, which take longer than most cases.
+        with _groups(*mesh):
+            for case in alike:
+                torch.manual_seed(5)
+                (_forward if case.forward else _exported)(case, rank, Path(folder))
+                dist.barrier()
     dist.destroy_process_group()
 
 
-def _run(case: Case, rank: int, folder: Path) -> None:
+@contextmanager
+def _groups(tp: int, pp: int, vp: int, ep: int, etp: int) -> Iterator[None]:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.vp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp or None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
         create_gloo_process_groups=False,
     )
     try:
-        torch.manual_seed(5)
-        (_forward if case.forward else _exported)(case, rank, folder)
+        yield
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -135,6 +147,7 @@ def _mesh(case: Case) -> dict[str, Any]:
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "sequence_parallel": case.tp > 1,
+        "mtp_num_layers": 1 if case.mtp else None,
     }
 
 
@@ -264,12 +277,7 @@ def model_logits(case: Case, folder: Path) -> torch.Tensor:
 
 
 def _save_regions(case: Case, rank: int, folder: Path, layout: RankLayout) -> None:
-    rows = []
-    for row in range(len(layout.table)):
-        region = layout.table.region(row)
-        shape = layout.table.tensors.spec(int(layout.table.tensor[row])).shape
-        rows.append((region.tensor, shape, region.offset, layout.view(row).clone()))
-    torch.save((rows, layout.notes), folder / f"{case}.{rank}")
+    torch.save((rows_of(layout), layout.notes), folder / f"{case}.{rank}")
 
 
 def _step(case: Case, config: Any, chunks: list[Any]) -> list[Any]:

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from executor_workers import feed_two_instances, run_random
+from executor_workers import feed_three_instances, feed_two_instances, measure_memory, run_random
 from group_support import join_all, together
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
@@ -42,8 +44,17 @@ def test_random_layouts_arrive_byte_for_byte(store_port: int, trainer: int, inst
     assert max(r[3] for r in results) > 5, "no case needed several rounds"
 
 
+def test_three_instances_of_different_layouts_with_relays(store_port: int) -> None:
+    """Every byte, by the planner's own plans, the instances at the same time and relays in several stages."""
+    worlds = (1, 2, 3)
+    results = run_ranks(feed_three_instances, 2 + sum(worlds), store_port, worlds, range(24), timeout=300.0)
+    checked, received, copied, relayed, stages = (sum(column) for column in zip(*results, strict=True))
+    assert min(checked, received, copied, relayed) > 0
+    assert stages > 6 * len(results), "no case needed several stages"
+
+
 def test_an_instance_that_dies_does_not_hold_up_another(store_port: int) -> None:
-    trainer, dead, alive = run_ranks(feed_two_instances, 3, store_port)
+    trainer, dead, alive = run_ranks(feed_two_instances, 3, store_port, False)
     assert dead == [("rollout-0 1", 2.0)]
     assert alive == [("rollout-1 1", 2.0), ("rollout-1 2", 4.0), ("rollout-1 3", 6.0)]
     assert [what.split(":")[0] for what, _ in trainer] == [f"rollout-{i} {v}" for v in (1, 2, 3) for i in (0, 1)]
@@ -51,6 +62,28 @@ def test_an_instance_that_dies_does_not_hold_up_another(store_port: int) -> None
     assert "trainer rank 0 lost its connection to rollout-0 rank 0" in lost[0]
     assert lost[1] < 10.0, "only the deadline noticed"
     assert "the group of trainer rank 0 was closed; connect again" in again[0]
+
+
+def test_an_instance_that_is_stuck_is_named_and_does_not_hold_up_another(store_port: int) -> None:
+    trainer, stuck, alive = run_ranks(feed_two_instances, 3, store_port, True)
+    assert stuck == [("rollout-0 1", 2.0)]
+    assert alive == [("rollout-1 1", 2.0), ("rollout-1 2", 4.0), ("rollout-1 3", 6.0)]
+    assert trainer[2][0] == (
+        "rollout-0 2: rollout-0: trainer rank 0 waited 3 s and still misses rollout-0 rank 0 (2 bytes to send) "
+        "in round 1 of 9, 524288 bytes in later rounds"
+    )
+    assert 2.5 < trainer[2][1] < 6.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux")
+def test_extra_memory_stays_within_the_setting_and_later_runs_take_none(store_port: int) -> None:
+    bucket_bytes = 24 << 20
+    measured = run_ranks(measure_memory, 2, store_port, bucket_bytes, 64 << 10)
+    for first, second, allocated, staging in measured:
+        assert 0.5 * bucket_bytes < staging <= bucket_bytes
+        assert staging < first <= 1.05 * bucket_bytes
+        assert second < 1 << 20
+        assert allocated < 1 << 10
 
 
 # One trainer rank and one instance rank, as threads of this process
@@ -93,6 +126,22 @@ def test_reports_count_bytes_and_rounds() -> None:
     assert (received.bytes_sent, received.bytes_received, received.bytes_copied, received.rounds) == (0, 48, 48, 2)
     phases = [received.pack_seconds, received.exchange_seconds, received.unpack_seconds, received.replicate_seconds]
     assert sum(phases) == pytest.approx(received.seconds)
+    assert received.phases == dict(
+        zip(("pack", "exchange", "unpack", "replicate", "digest"), [*phases, 0.0], strict=True)
+    )
+
+
+def test_a_run_says_in_log_records_how_far_it_is(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr("weightcast.transfer.executor._PROGRESS_SECONDS", 0.0)
+    caplog.set_level(logging.INFO, logger="weightcast.transfer")
+    pair = Pair(*vectors(), bucket_bytes=32)
+    executors = [pair.executor(0), pair.executor(1)]
+    together(*(lambda e=e: e.run(Deadline.after(10.0), {"pair": "main", "version": 7}) for e in executors))
+    records = [vars(r) for r in caplog.records if vars(r)["side"] == "instance"]
+    assert [(r["bytes_moved"], r["bytes_total"]) for r in records] == [(8, 32), (16, 32), (24, 32), (32, 32)]
+    assert {(r["pair"], r["version"], r["instance"], r["rank"]) for r in records} == {("main", 7, "rollout-0", 0)}
+    assert records[-1]["message"].startswith("rollout-0 rank 0: moved 32 bytes in ")
+    assert min(records[-1][f"{phase}_seconds"] for phase in ("pack", "exchange", "unpack", "replicate")) > 0.0
 
 
 def test_large_contiguous_boxes_need_no_staging() -> None:
@@ -123,8 +172,8 @@ def test_neighbours_are_joined() -> None:
         [(f"expert.{e}", (16,), (0,), slots[2 * e]) for e in range(8)],
     )
     sender, receiver = (pair.executor(side)._schedule.rounds[0] for side in (0, 1))
-    assert (len(sender.pack.joins), len(sender.pack.targets), len(sender.sends)) == (0, 0, 1)
-    assert [tuple(t.shape) for t in receiver.unpack.targets] == [(8, 16)]
+    assert (len(sender.pack.joins), len(sender.pack.targets), len(sender.pack.steps), len(sender.sends)) == (0, 0, 0, 1)
+    assert (len(receiver.unpack.targets), len(receiver.unpack.steps)) == (0, 1)
     pair.run()
     assert torch.equal(slots[::2], fused)
     assert not slots[1::2].any()
@@ -184,7 +233,6 @@ def test_a_trainer_rank_that_sends_nothing_is_no_member() -> None:
 @pytest.mark.parametrize(
     ("column", "value", "message"),
     [
-        ("kind", Kind.RELAY, "the plan has relays, which cannot be run yet"),
         (
             "offset",
             [[1]],
@@ -202,8 +250,15 @@ def test_operations_outside_the_memory_are_refused(side: int, column: str, value
     changed = getattr(pair.parts[side].operations, column).copy()
     changed[:1] = value
     ops = dataclasses.replace(pair.parts[side].operations, **{column: changed})
-    with pytest.raises((PlanError, TransferError), match=message):
+    with pytest.raises(PlanError, match=message):
         pair.executor(side, operations=ops)
+
+
+def test_trainer_ranks_only_send() -> None:
+    pair = Pair(*vectors())
+    ops = dataclasses.replace(pair.parts[0].operations, kind=np.array([Kind.RELAY], dtype=np.int64))
+    with pytest.raises(PlanError, match="operation 0 has kind 2, expected 0, a send"):
+        pair.executor(0, operations=ops)
 
 
 def test_another_tensor_and_another_dtype_are_refused() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_workers import CASES, qwen3, run_cases
+from fsdp_workers import CASES, qwen3, qwen3_moe, run_cases
+from rebuild_support import Rows, count_calls, faults
 from spawn_support import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,24 +21,6 @@ from weightcast.adapters.checkpoint_names import Part
 from weightcast.adapters.fsdp import FsdpSource
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout import Region
-
-Rows = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
-
-
-def faults(ranks: list[Rows], truth: dict[str, torch.Tensor]) -> list[str]:
-    """What is wrong with these regions; empty when they rebuild the truth."""
-    held = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in truth.items()}
-    found = []
-    for rank, regions in enumerate(ranks):
-        for name, shape, offset, view in regions:
-            if name not in truth or shape != tuple(truth[name].shape) or view.dtype != truth[name].dtype:
-                found.append(f"rank {rank}: {name} {shape} {view.dtype} is not in the checkpoint")
-                continue
-            box = tuple(slice(begin, begin + size) for begin, size in zip(offset, view.shape, strict=True))
-            held[name][box] = True
-            if not torch.equal(truth[name][box], view):
-                found.append(f"rank {rank}: {name} at {offset} differs")
-    return found + [f"{name}: part is on no rank" for name, mask in held.items() if not mask.all()]
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +113,31 @@ def test_every_rank_of_a_large_mesh_can_be_described_alone(fake_world: Callable[
         Region("weight", (576, 0), (8, 4)),
         Region("bias", (576,), (8,)),
     ]
+
+
+def test_describing_touches_no_weight_and_costs_as_much_as_there_are_regions(
+    fake_world: Callable[[int, int], None],
+) -> None:
+    """benchmarks/bench_describe.py prints the seconds for a model of 235B parameters."""
+    fake_world(9, 48)
+    mesh = init_device_mesh("cpu", (48,))
+    costs, regions = [], []
+    for experts in (96, 96, 192, 288):  # the first time imports what it needs
+        with torch.device("meta"):
+            model = qwen3_moe(experts=experts)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        source = FsdpSource(model)
+        costs.append([count_calls(source.describe), count_calls(source.describe)])
+        layout = source.describe()
+        assert {base.device.type for base in layout.memory.bases} == {"meta"}
+        regions.append(len(layout.table))
+    assert regions == [33, 33, 45, 57]
+    for small, middle, large in zip(*costs[1:], strict=True):
+        assert large - middle <= 1.05 * (middle - small)
+    later = [cost / count for (_, cost), count in zip(costs, regions, strict=True)]
+    assert max(later) < 400
 
 
 def test_ambiguous_rows_are_refused(fake_world: Callable[[int, int], None]) -> None:

@@ -18,19 +18,27 @@ from typing import Any
 
 import pytest
 
-PACKAGE_FOLDERS = ("adapters", "commands", "demo", "gateway", "transfer")
+PACKAGE_FOLDERS = ("adapters", "cluster", "commands", "demo", "gateway", "transfer")
 NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs", "requirements", "sgl_kernel", "sglang_cpu_shims", "deep_ep")
 
 # Modules that may import torch when they are imported; every other module must work where torch is not installed.
 NEED_TORCH = (
     "weightcast.adapters",
+    "weightcast.gateway.digests",
     "weightcast.gateway.instance_worker",
     "weightcast.gateway.membership",
     "weightcast.gateway.worker",
     "weightcast.transfer.casting",
+    "weightcast.transfer.colocated",
+    "weightcast.transfer.copying",
     "weightcast.transfer.digest",
     "weightcast.transfer.executor",
+    "weightcast.transfer.lending",
+    "weightcast.transfer.neighbours",
+    "weightcast.transfer.reading",
     "weightcast.transfer.rounds",
+    "weightcast.transfer.runs",
+    "weightcast.transfer.traffic",
     "weightcast.transfer.transports",
 )
 

@@ -13,11 +13,12 @@ import httpx
 import pytest
 from spawn_support import free_port
 
+from weightcast.cli import main
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.model import make_model, prompt_ids
 from weightcast.demo.processes import ServerProcess, start_gateway
 from weightcast.gateway.app import make_token
-from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -131,3 +132,31 @@ def test_other_groups_are_left_to_sglang(server: ServerProcess) -> None:
     status, answer = post(server, "/destroy_weights_update_group", group_name="somebody-else")
     assert (status, answer["message"]) == (400, "The group to be destroyed does not exist.")
     assert still_serves(server)
+
+
+def test_a_checkpoint_is_loaded_without_a_trainer(
+    server: ServerProcess, gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights than the server started with, in several files: it must then say what Transformers says of them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    make_model(tmp_path / "start")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.flip(0) * 1.1)
+    model.save_pretrained(tmp_path / "other", max_shard_size="100KB")
+    assert len(list((tmp_path / "other").glob("*.safetensors"))) > 2
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    instance = json.dumps({"name": "rollout-0", "url": server.url, "world_size": 1})
+    before = server.generate(prompt_ids(Path(), 256), 12)[0]
+    assert main(["load", str(tmp_path / "other"), "--instance", instance, "--version", "5", "--gateway", gateway]) == 0
+    tokens, _, version = server.generate(prompt_ids(Path(), 256), 12)
+    expected = [
+        model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompt_ids(Path(), 256)
+    ]
+    assert version == "5"
+    assert tokens == expected
+    assert tokens != before

@@ -22,6 +22,7 @@ from weightcast.transfer.errors import InputError, LayoutError, PlacementError, 
 from weightcast.transfer.layout import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.verification import Verify
 from weightcast.transfer.wire import (
     DigestReport,
     decode_digests,
@@ -81,6 +82,9 @@ def small_part(**changes: Any) -> RankPart:
         wire_dtype=ints(2, 1, 1),
         digests=digests,
         bucket_bytes=1 << 20,
+        stage=ints(0, 2, 1),
+        stages=3,
+        verify=Verify.SAMPLED,
     )
     return dataclasses.replace(part, **changes)
 
@@ -131,7 +135,14 @@ def test_a_trainer_part_comes_back() -> None:
     rows = ints(1)
     digests = dataclasses.replace(part.digests.take(rows), instance=ints(TRAINER), rank=ints(2))
     sends = part.operations.take(rows)
-    changes = {"is_trainer": True, "rank": 2, "operations": sends, "wire_dtype": ints(1), "digests": digests}
+    changes = {
+        "is_trainer": True,
+        "rank": 2,
+        "operations": sends,
+        "wire_dtype": ints(1),
+        "digests": digests,
+        "stage": ints(2),
+    }
     trainer = small_part(**changes)
     assert_same(decode_part(encode_part(trainer)), trainer)
     with pytest.raises(WireError, match="operation 0, which does not have this rank"):
@@ -341,6 +352,9 @@ def test_malformed_reports(changes: dict[str, Any], error: type[Exception], said
         ({"digests__dtype": ints(2, 2, 15)}, "has dtype of digests 15"),
         ({"bucket_bytes": 0}, "has bucket_bytes 0"),
         ({"instance": ()}, "has 0 texts in instance"),
+        ({"stage": ints(0, 3, 1)}, "has stage 3 in row 1, expected 0..2"),
+        ({"stages": 0}, "has stages 0"),
+        ({"verify": ("some",)}, "has verify 'some', expected full, sampled, off"),
     ],
 )
 def test_malformed_parts(changes: dict[str, Any], said: str) -> None:

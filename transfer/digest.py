@@ -43,6 +43,8 @@ from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
 from weightcast.transfer.residues import PRIME, DigestArray
+from weightcast.transfer.runs import gather_boxes
+from weightcast.transfer.verification import Sample
 
 __all__ = ["add", "digest", "digest_rows"]
 
@@ -60,9 +62,11 @@ _NO_DIMENSION = -1
 
 _CHUNK = 1 << 14
 _CHUNKS_KEPT = 64
-_BLOCK = {"cpu": 1 << 19}
+_BLOCK = {"cpu": 1 << 20}
 _BLOCK_ELSEWHERE = 1 << 21
-"""Elements taken at once, at 8 bytes of temporary memory each. Few fit a CPU's caches; many hide a GPU's launches."""
+"""Elements whose row sums are reduced together."""
+_STEP = 1 << 19
+"""Elements that a CPU widens to 8 bytes at a time: they stay in its cache. A GPU takes whole blocks."""
 _LONGEST = 1 << 16
 """Elements of the inner dimension taken at once: their constants need up to 64 bytes each while they are made."""
 _NARROW = 64
@@ -83,7 +87,7 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
         raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
-    residues = _residues(view[None], offset, dtype)
+    residues = _residues(view[None], offset, [1] * len(size), dtype)
     where = np.array([offset], dtype=np.int64).reshape(1, len(size))
     scale = _scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
     return int(_join(residues, scale)[0])
@@ -97,21 +101,28 @@ def add(*digests: int) -> int:
 
 
 def digest_rows(
-    layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray
+    layout: RankLayout,
+    rows: IntArray,
+    offsets: IntArray,
+    sizes: IntArray,
+    dtypes: IntArray,
+    sample: Sample | None = None,
 ) -> DigestArray:
     """(k,) digests of k boxes of a rank, as `digest(layout.box_view(...), offset, dtype)` gives them one by one.
 
     `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
-    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as
-    the slots of an expert parameter, are digested together, and the device is waited for once.
+    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that are alike, such as the slots
+    of an expert parameter or the same parameters of all layers, are digested together, and the device is waited for
+    once. With a `sample` only the elements in it count; such digests add up to the digest of the tensor's sample.
     """
-    boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes)
+    boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes, sample)
     found: list[tuple[IntArray, torch.Tensor]] = []
     for members in boxes.alike():
         limit = _block_limit(layout.memory.bases[int(boxes.base[members[0]])].device)
         for some in boxes.stacks(members, limit):
             target = to_torch(dtype_name(int(dtypes[some[0]])))
-            found.append((some, _residues(boxes.stacked(layout, some), boxes.offset[some[0]].tolist(), target)))
+            place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
+            found.append((some, _residues(boxes.stacked(layout, some), *place, target)))
     digests = np.zeros(len(rows), dtype=np.uint64)
     scale = _scale(boxes.offset, boxes.size, boxes.ndim)
     for device in {residues.device for _, residues in found}:
@@ -125,10 +136,13 @@ def digest_rows(
 
 
 @torch.no_grad()
-def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
+def _residues(
+    boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None
+) -> torch.Tensor:
     """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime.
 
-    The constants of dimensions of size 1 are left out, so that the boxes may differ there; `_scale` has them.
+    Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
+    left out, so that the boxes may differ there; `_scale` has them.
     """
     target = boxes.dtype if dtype is None else dtype
     for one in (boxes.dtype, target):
@@ -142,14 +156,12 @@ def _residues(boxes: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | N
         inner = _inner_dimension(values)
         values = values.movedim(inner, -1)
         dims.append(dims.pop(inner - 1))
-        weights = _Weights(tuple((d, offset[d]) for d in dims), boxes.device, target.itemsize)
+        weights = _Weights(tuple((d, offset[d], step[d]) for d in dims), boxes.device, target.itemsize)
     else:
         values = values[:, None]
-        weights = _Weights(((_NO_DIMENSION, 0),), boxes.device, target.itemsize)
+        weights = _Weights(((_NO_DIMENSION, 0, 1),), boxes.device, target.itemsize)
     for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
-        values_there = values[cut] if target == boxes.dtype else settle_nan(values[cut].to(target))
-        words = values_there.view(_WORDS[target.itemsize])
-        sums = _row_sums(words, weights.inner(cut[-1]))
+        sums = _row_sums(values[cut], target, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
             outer = weights.outer(position, cut[position + 1])
             sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
@@ -200,10 +212,10 @@ class _Inner(NamedTuple):
 class _Weights:
     """The constants of the dimensions of one call, made for the ranges asked for and kept until others are asked for.
 
-    `dims` are (dimension, offset of the box) pairs, the inner one last.
+    `dims` are (dimension, offset of the box, step) triples, the inner one last.
     """
 
-    def __init__(self, dims: tuple[tuple[int, int], ...], device: torch.device, itemsize: int) -> None:
+    def __init__(self, dims: tuple[tuple[int, int, int], ...], device: torch.device, itemsize: int) -> None:
         self._dims, self._device, self._in_halves = dims, device, itemsize >= 4
         self._outer: dict[int, tuple[slice, torch.Tensor]] = {}
         self._inner: tuple[slice, _Inner] | None = None
@@ -225,33 +237,48 @@ class _Weights:
         return self._inner[1]
 
     def _constants(self, position: int, cut: slice) -> torch.Tensor:
-        dim, offset = self._dims[position]
+        dim, offset, step = self._dims[position]
         if dim == _NO_DIMENSION:
             return torch.ones((2, 1), dtype=torch.int64, device=self._device)
-        return _constants(dim, offset + cut.start, cut.stop - cut.start, self._device)
+        extent = (cut.stop - cut.start - 1) * step + 1
+        return _constants(dim, offset + cut.start * step, extent, self._device)[:, ::step]
 
 
-def _row_sums(words: torch.Tensor, inner: _Inner) -> torch.Tensor:
-    """(..., size) words -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
-    if words.dtype == torch.int64:
-        weights = _constants(_WORD_DIMENSION, 0, 2, words.device).reshape(2, 2, *[1] * (words.ndim - 1))
-        halves = [(words << 32 >> 32).to(torch.int32), (words >> 32).to(torch.int32)]
-        low, high = (_row_sums(half, inner) * weights[:, i] % PRIME for i, half in enumerate(halves))
-        return (low + high) % PRIME
-    rows = words.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1, words.shape[-1])
-    sums = _products(inner.columns, rows, _TILE[words.itemsize])
-    if words.dtype == torch.int32:
+def _row_sums(values: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
+    """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
+    rows = values.reshape(-1, values.shape[-1])
+    if target.itemsize < 8:
+        sums = _sums(rows, target, inner)
+    else:
+        # Two words of 4 bytes each, the low one first on every machine that torch runs on.
+        words = _words(rows, target).contiguous().view(torch.int32)
+        weights = _constants(_WORD_DIMENSION, 0, 2, words.device)[:, :, None]
+        low, high = (_sums(words[:, i::2], torch.int32, inner) * weights[:, i] % PRIME for i in (0, 1))
+        sums = (low + high) % PRIME
+    return sums.reshape(2, *values.shape[:-1])
+
+
+def _words(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    cast = values if values.dtype == target else settle_nan(values.to(target))
+    return cast.view(_WORDS[target.itemsize])
+
+
+def _sums(rows: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
+    """(r, size) values of at most 4 bytes -> (2, r) residues of the sums of their rows."""
+    count, size = rows.shape
+    tiles = [slice(a, a + _TILE[target.itemsize]) for a in range(0, size, _TILE[target.itemsize])]
+    products = torch.empty((len(tiles), len(inner.columns), count), dtype=torch.float64, device=rows.device)
+    step = min(count, max(1, (_STEP if rows.device.type == "cpu" else _BLOCK_ELSEWHERE) // size))
+    buffer = torch.empty((step, size), dtype=torch.float64, device=rows.device)
+    for first in range(0, count, step):
+        some = rows[first : first + step]
+        wide = buffer[: len(some)].copy_(_words(some, target))
+        for tile, out in zip(tiles, products, strict=True):
+            torch.mm(inner.columns[:, tile], wide[:, tile].t(), out=out[:, first : first + step])
+    sums = products.to(torch.int64).sum(dim=0)
+    if target.itemsize == 4:
         sums = (sums[:2] % PRIME << _HALF_BITS) + sums[2:]
-    return ((sums + inner.bias) % PRIME).reshape(2, *words.shape[:-1])
-
-
-def _products(columns: torch.Tensor, rows: torch.Tensor, tile: int) -> torch.Tensor:
-    """(f, size) integers times (r, size) integers, both as float64 -> (f, r) int64, exact."""
-    size = rows.shape[1]
-    parts = [
-        torch.mm(columns[:, a : a + tile], rows[:, a : a + tile].t()).to(torch.int64) for a in range(0, size, tile)
-    ]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(dim=0)
+    return (sums + inner.bias) % PRIME
 
 
 def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
@@ -305,33 +332,52 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place."""
+    """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place.
+
+    `kind` numbers device and dtype of the bases.
+    """
 
     base: IntArray
+    kind: IntArray
     start: IntArray
     stride: IntArray
     offset: IntArray
+    step: IntArray
     size: IntArray
     ndim: IntArray
     dtype: IntArray
 
     @classmethod
-    def of(cls, layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray) -> _Boxes:
+    def of(
+        cls,
+        layout: RankLayout,
+        rows: IntArray,
+        offsets: IntArray,
+        sizes: IntArray,
+        dtypes: IntArray,
+        sample: Sample | None,
+    ) -> _Boxes:
         table, memory = layout.table, layout.memory
         width = max(table.tensors.width, offsets.shape[1])
         offset, size = pad_boxes(offsets, width, 0), pad_boxes(sizes, width, 1)
         stride = pad_boxes(memory.stride[rows], width, 0)
+        ndim, step = table.tensors.ndim[table.tensor[rows]], np.ones_like(size)
+        if sample is not None:
+            shape = pad_boxes(table.tensors.shape[table.tensor[rows]], width, 1)
+            offset, size, step = sample.thin(shape, ndim, offset, size)
         start = memory.start[rows] + ((offset - pad_boxes(table.offset[rows], width, 0)) * stride).sum(axis=1)
-        ndim = table.tensors.ndim[table.tensor[rows]]
-        return cls(memory.base[rows], start, stride, offset, size, ndim, dtypes)
+        kinds = list(dict.fromkeys((base.device, base.dtype) for base in memory.bases))
+        kind = np.array([kinds.index((base.device, base.dtype)) for base in memory.bases], dtype=np.int64)
+        base = memory.base[rows]
+        return cls(base, kind[base], start, stride * step, offset, step, size, ndim, dtypes)
 
     def alike(self) -> list[IntArray]:
-        """Groups of boxes that differ only in where they start and in dimensions of size 1; by start within a group."""
+        """Groups of boxes that differ only in where they lie and in dimensions of size 1; by place within a group."""
         plain = self.size == 1
-        columns = [self.base[:, None], self.dtype[:, None], self.size]
-        columns += [np.where(plain, 0, self.stride), np.where(plain, 0, self.offset)]
+        columns = [self.kind[:, None], self.dtype[:, None], self.size]
+        columns += [np.where(plain, 0, column) for column in (self.stride, self.offset, self.step)]
         _, group = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
-        order = np.lexsort((self.start, group.ravel()))
+        order = np.lexsort((self.start, self.base, group.ravel()))
         return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
 
     def stacks(self, members: IntArray, limit: int) -> list[IntArray]:
@@ -340,11 +386,19 @@ class _Boxes:
         return [members[i : i + step] for i in range(0, len(members), step)]
 
     def stacked(self, layout: RankLayout, members: IntArray) -> torch.Tensor:
-        """(n, *size) the boxes as one tensor: a view where they are evenly spaced, else a copy."""
-        base = layout.memory.bases[int(self.base[members[0]])]
+        """(n, *size) the boxes as one tensor: a view where they are evenly spaced in one storage, else a copy."""
+        bases, held = layout.memory.bases, self.base[members]
         size, stride = self.size[members[0]].tolist(), self.stride[members[0]].tolist()
         starts = self.start[members]
         gaps = np.unique(np.diff(starts))
-        if len(gaps) <= 1:
-            return base.as_strided([len(members), *size], [int(gaps[0]) if len(gaps) else 0, *stride], int(starts[0]))
-        return torch.stack([base.as_strided(size, stride, int(start)) for start in starts])
+        first = bases[int(held[0])]
+        if len(gaps) <= 1 and (held == held[0]).all():
+            return first.as_strided([len(members), *size], [int(gaps[0]) if len(gaps) else 0, *stride], int(starts[0]))
+        if first.device.type == "cpu":
+            numbers, which = np.unique(held, return_inverse=True)
+            origin = np.array([bases[number].data_ptr() for number in numbers.tolist()], dtype=np.int64)
+            gathered = gather_boxes(origin[which] + starts * first.itemsize, size, stride, first.dtype)
+            if gathered is not None:
+                return gathered
+        each = zip(held.tolist(), starts.tolist(), strict=True)
+        return torch.stack([bases[base].as_strided(size, stride, start) for base, start in each])

@@ -9,21 +9,31 @@ alone (`messages`); how this rank fills and empties it is prepared once (`rounds
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from weightcast.transfer.colocated import share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.messages import IN_FLIGHT
+from weightcast.transfer.neighbours import Neighbours
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.rounds import make_schedule
+from weightcast.transfer.rounds import Schedule, make_schedule
 from weightcast.transfer.transports.base import Communicator, Exchange
 
 __all__ = ["Executor", "TransferReport", "member_labels"]
+
+
+log = logging.getLogger("weightcast.transfer")
+
+_PROGRESS_SECONDS = 5.0
+"""A run says how far it is at most so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +41,8 @@ class TransferReport:
     """What one run of one rank moved, and where its time went.
 
     `exchange_seconds` is time spent waiting for messages; what moves while this rank packs or unpacks does not count
-    there.
+    there. `shared_seconds` is time spent reading in place, and waiting for those who do; `bytes_shared` were read so,
+    by this rank or from it. `digest_seconds` is for whoever digests what the run moved.
     """
 
     bytes_sent: int
@@ -43,6 +54,17 @@ class TransferReport:
     unpack_seconds: float
     replicate_seconds: float
     seconds: float
+    digest_seconds: float = 0.0
+    bytes_shared: int = 0
+    shared_seconds: float = 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, by name."""
+        return {name: getattr(self, f"{name}_seconds") for name in (*_PHASES, "digest")}
+
+
+_PHASES = ("pack", "exchange", "unpack", "replicate", "shared")
 
 
 def member_labels(part: RankPart) -> tuple[str, ...]:
@@ -54,11 +76,15 @@ def member_labels(part: RankPart) -> tuple[str, ...]:
 class Executor:
     """One rank's part of the updates of one instance, over its live memory and the instance's communicator.
 
+    With `neighbours` boxes move through shared memory where both ends can.
+
     Raises StalePlanError when the part was planned for another table than `layout` has, PlanError for a part that does
     not fit the layout or the group.
     """
 
-    def __init__(self, part: RankPart, layout: RankLayout, group: Communicator) -> None:
+    def __init__(
+        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours | None = None
+    ) -> None:
         if part.is_trainer and part.rank not in part.trainer_ranks:
             raise PlanError(
                 f"{part.instance}: trainer rank {part.rank} sends nothing to it and is no member of its group"
@@ -75,83 +101,118 @@ class Executor:
                 f"expected {part.group_rank} of {part.group_size}"
             )
         self._instance = part.instance
+        self._where = {
+            "instance": part.instance,
+            "rank": part.rank,
+            "side": "trainer" if part.is_trainer else "instance",
+        }
         self._layout = layout
         self._group = group
-        self._schedule = make_schedule(part, layout, group.device)
+        self._shared = share(part, layout, group, neighbours or Neighbours(), member_labels(part))
+        self._schedule = make_schedule(self._shared.left, layout, group.device)
 
     @property
     def staging_bytes(self) -> int:
         """Memory this executor holds beside the parameters."""
-        return self._schedule.staging.nbytes
+        return self._schedule.staging.nbytes + self._shared.staging_bytes
 
-    def run(self, deadline: Deadline) -> TransferReport:
+    def run(self, deadline: Deadline, labels: Mapping[str, object] | None = None) -> TransferReport:
         """Moves this rank's boxes once. All members have to run, at about the same time.
 
+        `labels`, such as pair and version, become fields of the log records beside instance, rank and what they report.
         Raises StalePlanError when parameters were reallocated since the layout was made, DeadlineError and
         TransferError naming the member at fault. After any error the group is aborted and memory is partly written.
         """
+        watch = _Watch(self._schedule, self._shared.nbytes, self._label, {**(labels or {}), **self._where})
         try:
-            return self._run(deadline)
-        except BaseException:
+            return self._run(deadline, watch)
+        except BaseException as error:
             self._group.abort()
+            watch.fail(error)
             raise
 
     @torch.no_grad()
-    def _run(self, deadline: Deadline) -> TransferReport:
+    def _run(self, deadline: Deadline, watch: _Watch) -> TransferReport:
         moved = self._layout.memory.moved()
         if moved:
             raise StalePlanError(
                 f"{self._instance}: {len(moved)} of the parameters of {self._label} were reallocated since they were "
                 "described; connect again to plan anew"
             )
-        schedule, clock = self._schedule, _Clock()
+        schedule = self._schedule
+        self._shared.begin(deadline)
+        watch.charge("shared")
+        watch.advance(self._shared.nbytes)
         under_way: deque[tuple[int, Exchange]] = deque()
         for number, step in enumerate(schedule.rounds):
-            if len(under_way) == IN_FLIGHT:
-                self._finish(*under_way.popleft(), deadline, clock)
+            while under_way and (len(under_way) == IN_FLIGHT or under_way[0][0] < step.after):
+                self._finish(*under_way.popleft(), deadline, watch)
             step.pack.run()
-            clock.charge("pack")
+            watch.charge("pack")
             under_way.append((number, self._group.post(step.sends, step.receives)))
         while under_way:
-            self._finish(*under_way.popleft(), deadline, clock)
+            self._finish(*under_way.popleft(), deadline, watch)
+        self._shared.finish(deadline)
+        watch.charge("shared")
         schedule.replicate.run()
         if self._group.device.type == "cuda":
             torch.cuda.current_stream(self._group.device).synchronize()
-        clock.charge("replicate")
-        return TransferReport(
-            schedule.bytes_sent,
-            schedule.bytes_received,
-            schedule.bytes_copied,
-            len(schedule.rounds),
-            clock.spent["pack"],
-            clock.spent["exchange"],
-            clock.spent["unpack"],
-            clock.spent["replicate"],
-            sum(clock.spent.values()),
-        )
+        watch.charge("replicate")
+        return watch.report()
 
-    def _finish(self, number: int, exchange: Exchange, deadline: Deadline, clock: _Clock) -> None:
+    def _finish(self, number: int, exchange: Exchange, deadline: Deadline, watch: _Watch) -> None:
         rounds = self._schedule.rounds
         try:
             exchange.wait(deadline)
         except TransferError as error:
-            left = sum(tensor.nbytes for r in rounds[number + 1 :] for _, tensor in (*r.sends, *r.receives))
+            left = sum(r.nbytes for r in rounds[number + 1 :])
             raise type(error)(
                 f"{error} in round {number + 1} of {len(rounds)}, {left} bytes in later rounds"
             ) from error
-        clock.charge("exchange")
+        watch.charge("exchange")
         rounds[number].unpack.run()
-        clock.charge("unpack")
+        watch.charge("unpack")
+        watch.advance(rounds[number].nbytes)
 
 
-class _Clock:
-    """Charges the time since the last charge to a phase."""
+class _Watch:
+    """Charges the time since the last charge to a phase, and says how far a run is."""
 
-    def __init__(self) -> None:
-        self.spent = {"pack": 0.0, "exchange": 0.0, "unpack": 0.0, "replicate": 0.0}
-        self._last = time.perf_counter()
+    def __init__(self, schedule: Schedule, shared: int, label: str, fields: Mapping[str, object]) -> None:
+        self._schedule, self._shared, self._label, self._fields = schedule, shared, label, fields
+        self._spent = dict.fromkeys(_PHASES, 0.0)
+        self._total, self._moved = shared + sum(r.nbytes for r in schedule.rounds), 0
+        self._last = self._said = time.perf_counter()
 
     def charge(self, phase: str) -> None:
         now = time.perf_counter()
-        self.spent[phase] += now - self._last
+        self._spent[phase] += now - self._last
         self._last = now
+
+    def advance(self, nbytes: int) -> None:
+        self._moved += nbytes
+        if self._last - self._said >= _PROGRESS_SECONDS and self._moved < self._total:
+            self._said = self._last
+            self._log(logging.INFO, f"moved {self._moved} of {self._total} bytes")
+
+    def report(self) -> TransferReport:
+        s = self._schedule
+        made = TransferReport(
+            bytes_sent=s.bytes_sent,
+            bytes_received=s.bytes_received,
+            bytes_copied=s.bytes_copied,
+            bytes_shared=self._shared,
+            rounds=len(s.rounds),
+            seconds=sum(self._spent.values()),
+            **{f"{phase}_seconds": seconds for phase, seconds in self._spent.items()},
+        )
+        self._log(logging.INFO, f"moved {self._moved} bytes in {made.seconds:.3f} s")
+        return made
+
+    def fail(self, error: BaseException) -> None:
+        self._log(logging.WARNING, f"gave up after {self._moved} of {self._total} bytes: {type(error).__name__}")
+
+    def _log(self, level: int, text: str) -> None:
+        phases = {f"{phase}_seconds": seconds for phase, seconds in self._spent.items()}
+        counts = {"bytes_moved": self._moved, "bytes_total": self._total, **phases}
+        log.log(level, "%s: %s", self._label, text, extra={**self._fields, **counts})

@@ -11,6 +11,8 @@ from weightcast.transfer.columns import BoolArray, stable_order
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray, TensorTable
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart, Rows, TransferPlan
+from weightcast.transfer.stages import stages
+from weightcast.transfer.verification import Verify
 
 __all__ = ["BUCKET_BYTES", "PlanParts", "instance_part", "trainer_part"]
 
@@ -60,8 +62,8 @@ class PlanParts:
     """All parts of a plan. Making one sorts the plan's rows by rank once; each part then costs only its own size.
 
     `trainer_ranks` are the trainer ranks in the communicator of each instance, for a plan that is only a part of what
-    they run; without them they are those that send. Raises PlanError for a plan that relays from one instance to
-    another, because their ranks share no communicator.
+    they run; without them they are those that send. `verify` is what the ranks digest. Raises PlanError for a plan that
+    relays from one instance to another, because their ranks share no communicator.
     """
 
     def __init__(
@@ -69,11 +71,16 @@ class PlanParts:
         plan: TransferPlan,
         bucket_bytes: int = BUCKET_BYTES,
         trainer_ranks: Sequence[tuple[int, ...]] | None = None,
+        verify: Verify = Verify.FULL,
     ) -> None:
-        self._plan, self._bucket_bytes = plan, bucket_bytes
+        self._plan, self._bucket_bytes, self._verify = plan, bucket_bytes, verify
         o, d = plan.operations, plan.digests
         instances = len(plan.instances)
         self._relays = _relays(plan)
+        self._stage: IntArray | None = None
+        self._stages = np.ones(instances, dtype=np.int64)
+        if self._relays is not None:
+            self._stage, self._stages = stages(plan)
         sends = np.flatnonzero(o.kind == Kind.SEND)
         self._sends = _Index(sends, o.src_rank, o.instance, (plan.trainer_world, instances))
         most = max(plan.instance_world)
@@ -114,7 +121,16 @@ class PlanParts:
             offset=_take(o.offset, rows),
             size=_take(o.size, rows),
         )
-        return self._part(index, rank, True, tensors, operations, self._plan.instance_dtype[index, tensor], digests)
+        return self._part(
+            index,
+            rank,
+            True,
+            tensors,
+            operations,
+            self._plan.instance_dtype[index, tensor],
+            digests,
+            self._due(index, rows),
+        )
 
     def _of_trainer(self, rank: int) -> tuple[IntArray, TensorTable, DigestRows]:
         """What all parts of a trainer rank share: its tensors and digests."""
@@ -138,7 +154,11 @@ class PlanParts:
         wire_dtype = plan.instance_dtype[index, operations.tensor]
         operations = replace(operations, tensor=self._renumber(used, operations.tensor))
         digests = replace(digests, tensor=self._renumber(used, digests.tensor))
-        return self._part(index, rank, False, self._own(used), operations, wire_dtype, digests)
+        return self._part(index, rank, False, self._own(used), operations, wire_dtype, digests, self._due(index, rows))
+
+    def _due(self, index: int, rows: IntArray | slice) -> IntArray | None:
+        """The stages of operations of an instance, if it has several."""
+        return self._stage[rows] if self._stage is not None and self._stages[index] > 1 else None
 
     def _index(self, instance: str) -> int:
         if instance not in self._plan.instances:
@@ -183,6 +203,7 @@ class PlanParts:
         operations: Operations,
         wire_dtype: IntArray,
         digests: DigestRows,
+        stage: IntArray | None,
     ) -> RankPart:
         plan = self._plan
         fingerprints = plan.trainer_fingerprints if is_trainer else plan.instance_fingerprints[index]
@@ -199,6 +220,9 @@ class PlanParts:
             wire_dtype=wire_dtype,
             digests=digests,
             bucket_bytes=self._bucket_bytes,
+            stage=stage,
+            stages=int(self._stages[index]),
+            verify=self._verify,
         )
 
 

@@ -7,13 +7,14 @@ so a part is valid only for that table: it carries the table's fingerprint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
 
 from weightcast.transfer.layout import IntArray, TensorTable
+from weightcast.transfer.verification import Verify
 
 __all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_rows"]
 
@@ -117,11 +118,13 @@ class RankPart:
     """What one rank needs of a plan to take part in the updates of one instance.
 
     `instance` is the instance whose communicator this is; `is_trainer` says on which side the rank is. Members of the
-    communicator are numbered with the trainer ranks that send to the instance first, ascending, then all ranks of the
-    instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this
-    rank's number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype` (len(operations),)
-    is the dtype code in which each box travels, the destination's. `digests` are the rank's own rows; for a trainer
-    rank they are the same in the parts of all instances. `table_fingerprint` is that of the table the rank reported.
+    communicator are numbered with the trainer ranks that send to the instance first, ascending, then all ranks of
+    the instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is
+    this rank's number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype`
+    (len(operations),) is the dtype code in which each box travels, the destination's, and `stage`
+    (len(operations),) when, of `stages` stages (`weightcast.transfer.stages`), None where there is one. `digests`
+    are the rank's own rows, of which `verify` says how much counts; for a trainer rank they are the same in the
+    parts of all instances. `table_fingerprint` is that of the table the rank reported.
     """
 
     instance: str
@@ -136,6 +139,20 @@ class RankPart:
     wire_dtype: IntArray
     digests: DigestRows
     bucket_bytes: int
+    stage: IntArray | None = None
+    stages: int = 1
+    verify: Verify = Verify.FULL
+
+    def take(self, rows: IntArray) -> RankPart:
+        """The part with only some of its operations; every member has to leave out the same."""
+        stage = None if self.stage is None else self.stage[rows]
+        return replace(self, operations=self.operations.take(rows), wire_dtype=self.wire_dtype[rows], stage=stage)
+
+    @property
+    def most_peers(self) -> int:
+        """The most messages that any member of the communicator may have under way in one round."""
+        direct = max(len(self.trainer_ranks), self.instance_ranks)
+        return direct if self.stages == 1 else direct + 2 * self.instance_ranks
 
     @property
     def group_size(self) -> int:

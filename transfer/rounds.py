@@ -5,58 +5,39 @@ Everything here is worked out once, so that a run makes no view and allocates no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weightcast.transfer.casting import settle_nan
+from weightcast.transfer.copying import CopyBatch, make_copies, strided_views
 from weightcast.transfer.dtypes import dtype_name, to_torch
-from weightcast.transfer.errors import PlanError, TransferError
-from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
-from weightcast.transfer.messages import IN_FLIGHT, cut_messages, message_limit, shape_order
+from weightcast.transfer.layout import IntArray, RankLayout
+from weightcast.transfer.messages import IN_FLIGHT, shape_order
 from weightcast.transfer.plan import Kind, RankPart
-from weightcast.transfer.strided import StridedCopies, contiguous_strides, join
+from weightcast.transfer.runs import SCRATCH_BYTES
+from weightcast.transfer.strided import StridedCopies, join
+from weightcast.transfer.traffic import MEMORY, WIRE, Traffic, check_operations, find_traffic, in_memory
 from weightcast.transfer.transports.base import Message
 
-__all__ = ["CopyBatch", "Round", "Schedule", "make_schedule"]
+__all__ = ["Round", "Schedule", "make_rounds", "make_schedule", "place_messages"]
 
 _ALIGNMENT = 64
-_MEMORY, _WIRE = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class CopyBatch:
-    """Copies that are made together, with few calls.
-
-    `targets[i]` gets `sources[i]`, converted if the dtypes differ. `joins` are (target, sources) where sources of the
-    target's dtype are laid one after the other, which is faster. `casts` are targets that got converted values.
-    """
-
-    targets: list[torch.Tensor]
-    sources: list[torch.Tensor]
-    joins: list[tuple[torch.Tensor, list[torch.Tensor]]]
-    casts: list[torch.Tensor] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Makes them."""
-        if self.targets:
-            torch._foreach_copy_(self.targets, self.sources)
-        for target, sources in self.joins:
-            torch.cat(sources, out=target)
-        for target in self.casts:
-            settle_nan(target)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Round:
-    """One round of one rank."""
+    """One round of one rank: packed when the first `after` rounds are over, because it may pass on what came in them.
+
+    `nbytes` moves in it, both ways.
+    """
 
     pack: CopyBatch
     sends: list[Message]
     receives: list[Message]
     unpack: CopyBatch
+    after: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,150 +56,24 @@ class Schedule:
     bytes_copied: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Traffic:
-    """All messages of one rank in one direction, and the copies between them and its memory.
-
-    Of messages, in columns: `peer`, `round`, `dtype`, `elements`, `nbytes`. `copies` has groups that are message
-    numbers; side 0 is memory, side 1 the message. `straight` (m,) says which messages are one run of memory and need
-    no copy.
-    """
-
-    peer: IntArray
-    round: IntArray
-    dtype: IntArray
-    nbytes: IntArray
-    copies: StridedCopies
-    straight: IntArray
-
-
 def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> Schedule:
     """The rounds of `part` over the memory of `layout`, with messages on `device`. Raises PlanError.
 
-    Staging memory stays within `part.bucket_bytes`, but for at most 64 bytes a message.
+    Staging memory stays within `part.bucket_bytes`, but for at most 64 bytes a message and SCRATCH_BYTES.
     """
-    _check_operations(part, layout)
-    ops = part.operations
-    sent = np.flatnonzero(ops.kind == Kind.SEND)
-    copied = np.flatnonzero(ops.kind == Kind.COPY)
-    traffic = _traffic(part, layout, sent, device)
-    staging_bytes, places = _place(traffic)
+    check_operations(part, layout)
+    traffic = find_traffic(part, layout, device)
+    staging_bytes, places = place_messages(traffic)
     staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = _rounds(part.is_trainer, traffic, layout, staging, places)
-        replicate, bytes_copied = _replication(part, layout, copied)
-    moved = int(traffic.nbytes.sum())
-    sends, receives = (moved, 0) if part.is_trainer else (0, moved)
-    return Schedule(rounds, replicate, staging, sends, receives, bytes_copied)
+        rounds = make_rounds(traffic, layout, staging, places, scratch)
+        replicate, bytes_copied = _replication(part, layout, scratch)
+    sent, received = (int(traffic.nbytes[some].sum()) for some in (traffic.leaves, ~traffic.leaves))
+    return Schedule(rounds, replicate, staging, sent, received, bytes_copied)
 
 
-def _check_operations(part: RankPart, layout: RankLayout) -> None:
-    """A part came over a network: what it names must lie where this rank holds it."""
-    ops, where = part.operations, f"{part.instance} {'trainer' if part.is_trainer else 'rank'} {part.rank}"
-    if (ops.kind == Kind.RELAY).any():
-        raise TransferError(f"{where}: the plan has relays, which cannot be run yet; plan without relays")
-    for regions in [ops.src_region] if part.is_trainer else [ops.dst_region, ops.src_region[ops.kind == Kind.COPY]]:
-        if ((regions < 0) | (regions >= len(layout.table))).any():
-            raise PlanError(f"{where}: an operation names a region outside 0..{len(layout.table) - 1}")
-    for rows, regions in _ends(part):
-        table = layout.table
-        width = max(table.tensors.width, ops.offset.shape[1])
-        low, size = pad_boxes(ops.offset[rows], width, 0), pad_boxes(ops.size[rows], width, 1)
-        held, extent = pad_boxes(table.offset[regions], width, 0), pad_boxes(table.size[regions], width, 1)
-        planned = np.array(part.tensors.names, dtype=object)[ops.tensor[rows]]
-        mine = np.array(table.tensors.names, dtype=object)[table.tensor[regions]]
-        bad = (planned != mine) | ((low < held) | (size < 0) | (low + size > held + extent)).any(axis=1)
-        if bad.any():
-            i = int(bad.argmax())
-            raise PlanError(
-                f"{where}: operation {int(rows[i])} moves {planned[i]!r} offset {low[i].tolist()} "
-                f"size {size[i].tolist()}, but region {int(regions[i])} is {table.region(int(regions[i]))}"
-            )
-    if not part.is_trainer:
-        held_dtype = layout.table.tensors.dtype[layout.table.tensor[ops.dst_region]]
-        if (held_dtype != part.wire_dtype).any():
-            i = int((held_dtype != part.wire_dtype).argmax())
-            raise PlanError(
-                f"{where}: tensor {part.tensors.names[int(ops.tensor[i])]!r} travels as "
-                f"{dtype_name(int(part.wire_dtype[i]))}, expected {dtype_name(int(held_dtype[i]))} as it is held"
-            )
-
-
-def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
-    """Rows of operations and the regions of this rank that they touch."""
-    ops = part.operations
-    everything, copies = np.arange(len(ops)), np.flatnonzero(ops.kind == Kind.COPY)
-    if part.is_trainer:
-        return [(everything, ops.src_region)]
-    return [(everything, ops.dst_region), (copies, ops.src_region[copies])]
-
-
-def _traffic(part: RankPart, layout: RankLayout, rows: IntArray, device: torch.device) -> _Traffic:
-    """Cuts the boxes that this rank exchanges with each peer and finds them in memory."""
-    ops = part.operations
-    limit = message_limit(part.bucket_bytes, max(len(part.trainer_ranks), part.instance_ranks))
-    if part.is_trainer:
-        peer, region = len(part.trainer_ranks) + ops.dst_rank[rows], ops.src_region[rows]
-    else:
-        peer, region = np.searchsorted(np.array(part.trainer_ranks), ops.src_rank[rows]), ops.dst_region[rows]
-    columns: list[list[IntArray]] = []
-    messages = 0
-    for number in np.unique(peer):
-        mine = np.flatnonzero(peer == number)
-        made = cut_messages(ops.size[rows[mine]], part.wire_dtype[rows[mine]], limit)
-        boxes = mine[made.box]
-        columns.append(
-            [
-                np.full(len(made), number), made.round, made.dtype, made.nbytes, made.message + messages, region[boxes],
-                ops.offset[rows[boxes]] + made.offset, made.size, made.start,
-            ]
-        )  # fmt: skip
-        messages += len(made)
-    if not columns:
-        width = ops.size.shape[1]
-        columns = [[np.zeros((0, width) if i in (6, 7) else 0, dtype=np.int64) for i in range(9)]]
-    peers, rounds, dtype, nbytes, message, region, offset, size, start = (
-        np.concatenate(c) for c in zip(*columns, strict=True)
-    )
-    base, first, stride, size = _in_memory(layout, region, offset, size)
-    copies = join(
-        StridedCopies(
-            message,
-            size,
-            np.stack([base, message], axis=1),
-            np.stack([first, start], axis=1),
-            np.stack([stride, contiguous_strides(size)], axis=2),
-        )
-    )
-    return _Traffic(peers, rounds, dtype, nbytes, copies, _straight(copies, dtype, layout, device))
-
-
-def _in_memory(
-    layout: RankLayout, region: IntArray, offset: IntArray, size: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Base, first element, strides and size of boxes inside regions; all of one width."""
-    table, memory = layout.table, layout.memory
-    width = max(table.tensors.width, offset.shape[1])
-    stride = pad_boxes(memory.stride[region], width, 0)
-    inside = pad_boxes(offset, width, 0) - pad_boxes(table.offset[region], width, 0)
-    return memory.base[region], memory.start[region] + (inside * stride).sum(axis=1), stride, pad_boxes(size, width, 1)
-
-
-def _straight(copies: StridedCopies, dtype: IntArray, layout: RankLayout, device: torch.device) -> IntArray:
-    """(m,) bool: messages that are one run of memory in the dtype of the wire, on the device of the wire."""
-    straight = np.zeros(len(dtype), dtype=bool)
-    if not len(copies):
-        return straight
-    bases = layout.memory.bases
-    wire = np.array([to_torch(dtype_name(int(code))) for code in dtype], dtype=object)[copies.group]
-    held = np.array([b.dtype for b in bases], dtype=object)[copies.base[:, _MEMORY]]
-    here = np.array([b.device == device for b in bases], dtype=bool)[copies.base[:, _MEMORY]]
-    alone = np.bincount(copies.group, minlength=len(dtype))[copies.group] == 1
-    straight[copies.group[alone & copies.contiguous(_MEMORY) & (wire == held) & here]] = True
-    return straight
-
-
-def _place(traffic: _Traffic) -> tuple[int, IntArray]:
+def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
     """Bytes of staging memory, and (m,) the first byte of each message in it.
 
     Round i and round i + IN_FLIGHT use the same part.
@@ -234,58 +89,56 @@ def _place(traffic: _Traffic) -> tuple[int, IntArray]:
     return int(parts.sum()), place + (np.cumsum(parts) - parts)[traffic.round % IN_FLIGHT]
 
 
-def _rounds(
-    sending: bool, traffic: _Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray
+def make_rounds(
+    traffic: Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
 ) -> list[Round]:
     """The tensors of every round."""
-    bases, count = layout.memory.bases, len(traffic.round)
-    staged = traffic.copies.take(~traffic.straight[traffic.copies.group])
-    memory, memory_rows = _views(bases, traffic.copies, _MEMORY), traffic.copies.bounds(count)
+    bases = layout.memory.bases
+    is_straight = traffic.straight[traffic.copies.group]
+    straight = iter(strided_views(bases, traffic.copies.take(is_straight), MEMORY))
     tensors: list[torch.Tensor] = []
     columns = (traffic.straight, places, traffic.nbytes, traffic.dtype)
-    for i, (straight, place, nbytes, code) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for whole, place, nbytes, code in zip(*(c.tolist() for c in columns), strict=True):
         in_staging = staging[place : place + nbytes].view(to_torch(dtype_name(code)))
-        tensors.append(memory[memory_rows[i]] if straight else in_staging)
-    wire, wire_rows = _views(tensors, staged, _WIRE), staged.bounds(count)
+        tensors.append(next(straight) if whole else in_staging)
 
-    rounds = [
-        Round(CopyBatch([], [], []), [], [], CopyBatch([], [], []))
-        for _ in range(int(traffic.round.max(initial=-1)) + 1)
-    ]
+    rounds = [Round(CopyBatch(), [], [], CopyBatch()) for _ in range(int(traffic.round.max(initial=-1)) + 1)]
+    leaves = traffic.leaves[traffic.copies.group]
+    packed = traffic.copies.take(~is_straight & leaves)
+    make_copies(packed, (bases, tensors), WIRE, [r.pack for r in rounds], traffic.round[packed.group], scratch)
+    # The side that is read comes first.
+    unpacked = traffic.copies.take(~is_straight & ~leaves).turned()
+    make_copies(unpacked, (tensors, bases), 0, [r.unpack for r in rounds], traffic.round[unpacked.group], scratch)
     # In each round, messages to one peer keep their order: both ends post them alike.
-    for i, (peer, number) in enumerate(zip(traffic.peer.tolist(), traffic.round.tolist(), strict=True)):
-        on_wire = wire[wire_rows[i] : wire_rows[i + 1]]
-        in_memory = memory[memory_rows[i] : memory_rows[i + 1]]
-        if on_wire and sending:
-            _gather(rounds[number].pack, tensors[i], in_memory, on_wire)
-        elif on_wire:
-            rounds[number].unpack.targets.extend(in_memory)
-            rounds[number].unpack.sources.extend(on_wire)
+    ways = (traffic.peer.tolist(), traffic.leaves.tolist(), traffic.round.tolist())
+    for tensor, peer, leaving, at in zip(tensors, *ways, strict=True):
         # Bytes, so that every dtype travels over every backend.
-        (rounds[number].sends if sending else rounds[number].receives).append((peer, tensors[i].view(torch.uint8)))
+        (rounds[at].sends if leaving else rounds[at].receives).append((peer, tensor.view(torch.uint8)))
+        rounds[at].nbytes += tensor.nbytes
+    for at, after in _dependencies(traffic):
+        rounds[at].after = after
     return rounds
 
 
-def _gather(batch: CopyBatch, message: torch.Tensor, memory: list[torch.Tensor], wire: list[torch.Tensor]) -> None:
-    if all(
-        v.dim() == 1 and v.is_contiguous() and v.dtype == message.dtype and v.device == message.device for v in memory
-    ):
-        batch.joins.append((message, memory))
-    else:
-        batch.targets.extend(wire)
-        batch.sources.extend(memory)
-        if any(v.dtype != message.dtype for v in memory):
-            batch.casts.append(message)
+def _dependencies(traffic: Traffic) -> list[tuple[int, int]]:
+    """(round, how many rounds must be over before) for rounds of a rank that receives and passes on."""
+    if traffic.leaves.all() or not traffic.leaves.any():
+        return []
+    _, first = np.unique(traffic.round, return_index=True)
+    stage = traffic.stage[first]
+    relaying = np.unique(traffic.round[traffic.leaves])
+    return list(zip(relaying.tolist(), np.searchsorted(stage, stage[relaying]).tolist(), strict=True))
 
 
-def _replication(part: RankPart, layout: RankLayout, rows: IntArray) -> tuple[CopyBatch, int]:
+def _replication(part: RankPart, layout: RankLayout, scratch: torch.Tensor) -> tuple[CopyBatch, int]:
     """Copies from the region that received a box to the further ones that hold it, and their bytes."""
+    rows = np.flatnonzero(part.operations.kind == Kind.COPY)
     rows = rows[shape_order(part.operations.size[rows])]
     ops = part.operations.take(rows)
     keep = ops.size.prod(axis=1) > 0
     ops = ops.take(np.flatnonzero(keep))
-    source_base, source_start, source_stride, size = _in_memory(layout, ops.src_region, ops.offset, ops.size)
-    base, start, stride, _ = _in_memory(layout, ops.dst_region, ops.offset, ops.size)
+    source_base, source_start, source_stride, size = in_memory(layout, ops.src_region, ops.offset, ops.size)
+    base, start, stride, _ = in_memory(layout, ops.dst_region, ops.offset, ops.size)
     copies = join(
         StridedCopies(
             np.zeros(len(ops), dtype=np.int64),
@@ -295,17 +148,7 @@ def _replication(part: RankPart, layout: RankLayout, rows: IntArray) -> tuple[Co
             np.stack([source_stride, stride], axis=2),
         )
     )
-    batch = CopyBatch(_views(layout.memory.bases, copies, 1), _views(layout.memory.bases, copies, 0), [])
-    return batch, sum(target.nbytes for target in batch.targets)
-
-
-def _views(bases: Sequence[torch.Tensor], copies: StridedCopies, side: int) -> list[torch.Tensor]:
-    """One side of each copy, without dimensions of size 1."""
-    out = []
-    columns = (copies.base[:, side], copies.start[:, side], copies.size, copies.stride[:, :, side])
-    for base, start, size, stride in zip(*(c.tolist() for c in columns), strict=True):
-        steps = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1] or [(1, 1)]
-        # Counted from the storage, so that a base may itself be a view.
-        first = start + bases[base].storage_offset()
-        out.append(bases[base].as_strided([n for n, _ in steps], [s for _, s in steps], first))
-    return out
+    batch, bases = CopyBatch(), layout.memory.bases
+    itemsize = np.array([t.itemsize for t in bases], dtype=np.int64)[copies.base[:, 1]]
+    make_copies(copies, (bases, bases), None, [batch], np.zeros(len(copies), dtype=np.int64), scratch)
+    return batch, int((copies.size.prod(axis=1) * itemsize).sum())

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.balance import FloatArray, level
-from weightcast.transfer.columns import ranges, volumes
+from weightcast.transfer.columns import volumes
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.layout import IntArray, RegionTable
 from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
 from weightcast.transfer.regions import decompose, intersect
 from weightcast.transfer.sides import Pair, join_sides
 from weightcast.transfer.sources import find_sources
+from weightcast.transfer.stages import hops
 from weightcast.transfer.topology import LINK_NAMES, Hosts, Topology, link_bytes, link_seconds
 
 __all__ = ["Bound", "Simulation", "simulate"]
@@ -79,7 +80,7 @@ def simulate(
     source, target = hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank)
     loads = link_bytes(hosts, source, target, nbytes)
     seconds = link_seconds(topology, hosts, loads)
-    hops = _hops(plan, hosts, target)
+    rank_hops = _rank_hops(plan, hosts, target)
     labels = [f"trainer {rank}" for rank in range(plan.trainer_world)]
     for name, world in zip(plan.instances, plan.instance_world, strict=True):
         labels += [f"{name} {rank}" for rank in range(world)]
@@ -88,42 +89,19 @@ def simulate(
         first=hosts.first,
         nbytes=loads,
         seconds=seconds,
-        rank_seconds=seconds.max(axis=0) + hops * topology.latency_us * 1e-6,
-        hops=int(hops.max(initial=0)),
+        rank_seconds=seconds.max(axis=0) + rank_hops * topology.latency_us * 1e-6,
+        hops=int(rank_hops.max(initial=0)),
         bounds=tuple(sorted(_bounds(plan, join_sides(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
     )
 
 
-def _hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
+def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
     """(ranks,) how many hops away from the trainer the last box of a rank is; 1 for trainer ranks that send."""
-    o = plan.operations
-    depth = np.where(o.kind == Kind.SEND, 1, 0)
-    relays = np.flatnonzero(o.kind == Kind.RELAY)
-    if relays.size:
-        regions = int(max(o.dst_region.max(), o.src_region.max())) + 1
-        written, read = (
-            target * regions + o.dst_region,
-            hosts.number(o.src_instance, o.src_rank) * regions + o.src_region,
-        )
-        writers = np.flatnonzero(np.isin(written, read[relays]) & (o.kind != Kind.COPY))
-        writer, reader, _, _ = intersect(
-            (written[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
-            (read[relays], np.take(o.offset, relays, axis=0), np.take(o.size, relays, axis=0)),
-        )
-        writer, reader = writers[writer], relays[reader]
-        order = np.argsort(writer, kind="stable")
-        start = np.searchsorted(writer[order], np.arange(len(o) + 1))
-        deeper = np.flatnonzero(depth == 1)
-        # Each pass looks only at what is passed on from where the last one went.
-        while deeper.size:
-            count = start[deeper + 1] - start[deeper]
-            after = reader[order[ranges(start[deeper], count)]]
-            np.maximum.at(depth, after, np.repeat(depth[deeper], count) + 1)
-            deeper = np.unique(after)
-    hops = np.zeros(len(hosts), dtype=np.int64)
-    np.maximum.at(hops, target, depth)
-    hops[o.src_rank[o.kind == Kind.SEND]] = 1
-    return hops
+    o, depth = plan.operations, hops(plan)
+    most = np.zeros(len(hosts), dtype=np.int64)
+    np.maximum.at(most, target, depth)
+    most[o.src_rank[o.kind == Kind.SEND]] = 1
+    return most
 
 
 def _bounds(plan: TransferPlan, pair: Pair, hosts: Hosts, topology: Topology) -> list[Bound]:

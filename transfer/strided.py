@@ -42,6 +42,16 @@ class StridedCopies:
         """The copies at `rows` (indices or a mask), in that order."""
         return StridedCopies(*(getattr(self, name)[rows] for name in self.__slots__))
 
+    def turned(self) -> StridedCopies:
+        """The same with the sides changed."""
+        return StridedCopies(
+            self.group,
+            self.size,
+            self.base[:, ::-1],
+            self.start[:, ::-1],
+            np.ascontiguousarray(self.stride[:, :, ::-1]),
+        )
+
     def bounds(self, groups: int) -> list[int]:
         """(groups + 1) ints: rows of group i are those from `bounds[i]` to `bounds[i + 1]`; groups must ascend."""
         found: list[int] = np.searchsorted(self.group, np.arange(groups + 1)).tolist()

@@ -21,6 +21,7 @@ from weightcast.transfer.layout import IntArray, LayoutNotes, RankReport, Region
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.residues import DigestArray
+from weightcast.transfer.verification import Verify
 from weightcast.transfer.wire_tables import (
     check_boxes,
     check_padding,
@@ -127,6 +128,9 @@ def encode_part(part: RankPart) -> bytes:
         w.matrix(f"operations.{name}", getattr(part.operations, name))
         w.matrix(f"digests.{name}", getattr(part.digests, name))
     w.column("wire_dtype", part.wire_dtype)
+    w.column("stage", np.zeros(0, dtype=np.int64) if part.stage is None else part.stage)
+    w.field("stages", part.stages)
+    w.strings("verify", (part.verify.value,))
     return w.finish()
 
 
@@ -150,6 +154,9 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     operations = _read_operations(r, tensors)
     wire_dtype = r.column("wire_dtype", len(operations))
     check_range(r, "wire_dtype", wire_dtype, 0, len(NAMES) - 1)
+    stages = r.integer("stages", 1, _MAX_COUNT)
+    stage = r.column("stage", len(operations) if stages > 1 else 0)
+    check_range(r, "stage", stage, 0, stages - 1)
     part = RankPart(
         instance=instance,
         instance_index=r.integer("instance_index", 0, _MAX_RANKS),
@@ -163,6 +170,9 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
         wire_dtype=wire_dtype,
         digests=_read_digest_rows(r, tensors),
         bucket_bytes=r.integer("bucket_bytes", 1, _MAX_NOTED_BYTES),
+        stage=stage if stages > 1 else None,
+        stages=stages,
+        verify=_read_verify(r),
     )
     r.finish()
     _check_part(r, part)
@@ -191,6 +201,13 @@ def decode_digests(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Digest
     report = DigestReport(instance, r.integer("rank", 0, _MAX_RANKS), cell, r.words("digest", count))
     r.finish()
     return report
+
+
+def _read_verify(r: FrameReader) -> Verify:
+    name = _read_one_text(r, "verify")
+    if name not in {mode.value for mode in Verify}:
+        raise r.error(f"has verify {name!r:.200}, expected {', '.join(Verify)}")
+    return Verify(name)
 
 
 def _read_one_text(r: FrameReader, name: str) -> str:

@@ -1,0 +1,1 @@
+"""Trainer ranks, engines and the gateway as processes of a Ray cluster."""

@@ -1,0 +1,77 @@
+"""`weightcast load`: a checkpoint from disk into engines, proven like an update from a trainer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["add"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add(commands: Commands) -> None:
+    """`weightcast load`."""
+    from weightcast.commands.status import add_gateway_option
+
+    parser = commands.add_parser("load", help="load a safetensors checkpoint into engines, without a trainer")
+    parser.add_argument("checkpoint", type=Path, metavar="DIR", help="folder of safetensors files")
+    parser.add_argument(
+        "--instance",
+        action="append",
+        required=True,
+        metavar="JSON",
+        help='an engine, repeatable: {"name": "rollout-0", "kind": "sglang", "url": "http://...", "world_size": 2}',
+    )
+    parser.add_argument("--version", type=int, default=1, help="version to stamp (1)")
+    parser.add_argument(
+        "--pair", default="load", help="name of the pair that is made for it, and forgotten after (load)"
+    )
+    parser.add_argument("--address", default="127.0.0.1", help="where engines reach this process (127.0.0.1)")
+    add_gateway_option(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from weightcast.adapters.plain import CheckpointSource
+    from weightcast.gateway.client import GatewayClient
+    from weightcast.gateway.worker import TrainerWorker
+    from weightcast.transfer.errors import InputError
+
+    instances = dict(_instance(text) for text in arguments.instance)
+    source = CheckpointSource(arguments.checkpoint)
+    source.describe()  # what is wrong with the checkpoint is told before anything is asked of an engine
+    with GatewayClient(arguments.gateway) as client:
+        if arguments.pair in [pair["pair"] for pair in client.status()]:
+            raise InputError(f"there is a pair {arguments.pair!r} already; give another name as --pair")
+        client.create_pair(arguments.pair, 1, instances)
+        worker = TrainerWorker(
+            arguments.gateway, arguments.pair, source, rank=0, world_size=1, address=arguments.address
+        )
+        try:
+            worker.connect()
+            found = worker.update(arguments.version).instances
+        finally:
+            worker.close()
+            client.delete_pair(arguments.pair)
+    if arguments.json:
+        print(json.dumps({"version": arguments.version, "instances": found}))
+        return 0
+    for name, record in found.items():
+        regions = record["verified"]["regions"]
+        print(f"{name}: version {arguments.version}, {regions} regions verified, {record['seconds']:.2f} s")
+    return 0
+
+
+def _instance(text: str) -> tuple[str, dict[str, Any]]:
+    """(name, engine record) of an `--instance`. Raises InputError."""
+    from weightcast.transfer.errors import InputError
+
+    try:
+        record = json.loads(text)
+        name = record.pop("name")
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise InputError(f"instance {text!r} is not a JSON object with a name") from None
+    return name, {"kind": "sglang", **record}

@@ -1,0 +1,142 @@
+"""The weights of a Transformers Qwen3-MoE as Megatron-Core holds them, into its ranks and back.
+
+This is the demo's own way, so that its expectation owes nothing to weightcast: it knows one family, goes by what
+Megatron's parameters say of themselves (`partition_dim`), and gathers whole tensors. A mistake made in both directions
+would show in the loss, which the demo compares between both models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightcast.transfer.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["gather_weights", "load_weights"]
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.linear_(fc1|fc2)\.weight$")
+_QKV = "self_attention.linear_qkv.weight"
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_INSIDE = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+_FUSED = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
+
+Tensors = Mapping[str, "torch.Tensor"]
+
+
+class _Part(NamedTuple):
+    """One rank's part of a tensor: `layer` and `expert` numbered over the whole model (-1 where there is none), `place`
+    the number of the part along dimension `dim`, or dim -1 for the whole.
+    """
+
+    layer: int
+    expert: int
+    name: str
+    dim: int
+    place: int
+    data: torch.Tensor
+
+
+def load_weights(model: Any, source: Tensors) -> None:
+    """Fills this rank's parameters from the parameters of the Transformers model. `model` is a `GPTModel`."""
+    import torch
+
+    with torch.no_grad():
+        for part in _parts(model):
+            rows = torch.cat(_rows(part, source, model.config.num_query_groups))
+            part.data.copy_(_split(part, rows))
+
+
+def gather_weights(model: Any, target: Tensors) -> None:
+    """Copies the parameters of all ranks into those of the Transformers model on rank 0. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    groups = model.config.num_query_groups
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(list(_parts(model)), everyone)
+    whole: dict[tuple[int, int, str], dict[int, _Part]] = {}
+    for part in (part for rank in everyone or () for part in rank):
+        whole.setdefault(part[:3], {})[part.place] = part
+    with torch.no_grad():
+        for places in whole.values():
+            part = places[0]
+            rows = _joined(part, [places[place].data for place in range(len(places))])
+            begin = 0
+            for view in _rows(part, target, groups):
+                view.copy_(rows[begin : begin + len(view)])
+                begin += len(view)
+
+
+def _parts(model: Any) -> list[_Part]:
+    """What this rank holds."""
+    from megatron.core import parallel_state
+
+    found = []
+    experts = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    first = experts * parallel_state.get_expert_model_parallel_rank()
+    for path, parameter in model.named_parameters():
+        layer, expert, name = -1, -1, path
+        place = parallel_state.get_tensor_model_parallel_rank()
+        if inside := _LAYER.match(path):
+            layer = model.decoder.layers[int(inside[1])].layer_number - 1
+            name = inside[2]
+        if local := _EXPERT.match(name):
+            expert, name = first + int(local[1]), local[2]
+            place = parallel_state.get_expert_tensor_parallel_rank()
+        split = getattr(parameter, "tensor_model_parallel", False)
+        dim = int(parameter.partition_dim) if split else -1
+        found.append(_Part(layer, expert, name, dim, place if split else 0, parameter.detach()))
+    return found
+
+
+def _rows(part: _Part, tensors: Tensors, groups: int) -> list[torch.Tensor]:
+    """Views of the Transformers parameters that are, one below the other, the rows of the whole Megatron tensor."""
+    prefix = f"model.layers.{part.layer}."
+    if part.expert >= 0:
+        return [tensors[prefix + _FUSED[part.name]][part.expert]]
+    if part.layer >= 0 and part.name == _QKV:
+        heads = [tensors[f"{prefix}self_attn.{x}_proj.weight"].chunk(groups) for x in "qkv"]
+        return [head[group] for group in range(groups) for head in heads]
+    name = prefix + _INSIDE.get(part.name, "") if part.layer >= 0 else _OUTSIDE.get(part.name, "")
+    if name not in tensors:
+        raise InputError(f"the demo's Megatron trainer has no Transformers name for {part.name!r}; use a Qwen3-MoE")
+    return [tensors[name]]
+
+
+def _split(part: _Part, rows: torch.Tensor) -> torch.Tensor:
+    """This part of the whole tensor. Each rank has its part of the gate rows, and below it that of the up rows."""
+    import torch
+
+    if part.dim < 0:
+        return rows
+    count = rows.shape[part.dim] // part.data.shape[part.dim]
+    halves = rows.chunk(2) if part.name == "fc1" else (rows,)
+    return torch.cat([half.chunk(count, part.dim)[part.place] for half in halves])
+
+
+def _joined(part: _Part, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor from its parts in order; the reverse of `_split`."""
+    import torch
+
+    if part.dim < 0:
+        return parts[0]
+    if part.name == "fc1":
+        gates, ups = zip(*(each.chunk(2) for each in parts), strict=True)
+        return torch.cat([*gates, *ups])
+    return torch.cat(parts, part.dim)

@@ -1,0 +1,118 @@
+"""What the demo asks of a training framework, and FSDP2's answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from weightcast.demo.config import DemoConfig
+from weightcast.demo.model import quiet
+from weightcast.demo.reference import ReferenceModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightcast.transfer.endpoints import Source
+
+__all__ = ["LEARNING_RATE", "FsdpTraining", "Training", "make_training"]
+
+LEARNING_RATE = 5e-3
+
+
+class Training(Protocol):
+    """One rank's model and optimizer. All ranks make the same calls in the same order."""
+
+    @property
+    def source(self) -> Source:
+        """This rank, described."""
+
+    def optimize(self, rows: torch.Tensor, steps: int) -> float:
+        """Optimizer steps on rows of token ids (rows, length); returns the mean loss over ranks of the last one."""
+
+    def loss(self, rows: torch.Tensor) -> float:
+        """The mean loss on these rows as the trainer's own forward pass has it."""
+
+    def gather(self, reference: ReferenceModel) -> None:
+        """Copies the weights of all ranks into the reference of rank 0, by another way than weightcast's."""
+
+
+def make_training(rank: int, config: DemoConfig, folder: Path, reference: ReferenceModel) -> Training:
+    """The trainer that the config asks for, with the weights of the checkpoint in `folder`, as the reference has."""
+    if config.megatron is not None:
+        from weightcast.demo.megatron_training import MegatronTraining
+
+        return MegatronTraining(config.megatron, reference)
+    return FsdpTraining(rank, config.trainers, folder)
+
+
+class FsdpTraining:
+    """FSDP2: each layer a group, the rest in the root group."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from transformers import AutoModelForCausalLM
+
+        from weightcast.adapters.fsdp import FsdpSource
+
+        quiet()
+        self._rank, self._ranks = rank, ranks
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in self._model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+        self.source = FsdpSource(self._model)
+
+    def optimize(self, rows: torch.Tensor, steps: int) -> float:
+        import torch
+
+        mine = rows[self._rank % len(rows) :: self._ranks]
+        loss = torch.zeros(())
+        for _ in range(steps):
+            loss = self._model(input_ids=mine, labels=mine).loss
+            loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return self._mean(loss)
+
+    def loss(self, rows: torch.Tensor) -> float:
+        import torch
+
+        with torch.no_grad():
+            return self._mean(self._model(input_ids=rows, labels=rows).loss)
+
+    def _mean(self, loss: torch.Tensor) -> float:
+        import torch.distributed as dist
+
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return float(mean) / self._ranks
+
+    def offload_optimizer(self, file: Path) -> None:
+        """Drops gradients and moves the optimizer's states to a file."""
+        import torch
+
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.save(self._optimizer.state_dict(), file)
+        self._optimizer.state.clear()
+
+    def load_optimizer(self, file: Path) -> None:
+        """Brings them back, if they were moved."""
+        import torch
+
+        if file.exists():
+            self._optimizer.load_state_dict(torch.load(file, weights_only=False))
+            file.unlink()
+
+    def gather(self, reference: ReferenceModel) -> None:
+        """By DTensor's own gather."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        theirs = dict(reference.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                theirs[name].copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)

@@ -1,0 +1,252 @@
+"""The gateway as a named Ray actor: the HTTP shell in a process that Ray places, finds and starts again.
+
+    gateway = start_gateway(state="/shared/weightcast.db")      # on any node of a Ray cluster
+    worker = TrainerWorker("ray://weightcast", "main", source, rank=rank, world_size=world)
+
+The actor serves HTTP on its node, for engines and whoever is outside of Ray, and takes the same requests as calls of
+the actor: a client whose address is `ray://NAME` needs no address but the name, before and after the actor was started
+anew. Ray is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from weightcast.transfer.errors import ControlError, InputError
+
+__all__ = ["NAME", "NAMESPACE", "RayTransport", "actor_name", "gateway_url", "start_gateway", "stop_gateway"]
+
+NAME = "weightcast"
+"""Name of the gateway's actor unless told otherwise."""
+NAMESPACE = "weightcast"
+"""Ray namespace of all actors of this project."""
+SCHEME = "ray"
+_RESTARTS = -1
+"""Ray starts the gateway again as often as it dies."""
+_CALLS = 10_000
+"""Requests at a time; most are long polls."""
+_START = 60.0
+"""Seconds for an actor to be placed and to serve."""
+
+
+def actor_name(url: str) -> str:
+    """The name in `ray://NAME`. Raises InputError for another address."""
+    parsed = httpx.URL(url)
+    if parsed.scheme != SCHEME or not parsed.host or parsed.port or parsed.path not in ("", "/"):
+        raise InputError(f"gateway url is {url!r}, expected ray://NAME of a gateway's actor")
+    return parsed.host
+
+
+class GatewayActor:
+    """The actor's body. `address` is where its HTTP shell is reached; `port` 0 is any free one, the same again after a
+    restart on the same node if there is a `state` file beside which it is kept."""
+
+    def __init__(self, tokens: dict[str, str], state: str | None, port: int, address: str | None) -> None:
+        self._tokens, self._state, self._port, self._address = tokens, state, port, address
+        self._ready = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._url = ""
+        self._inner: httpx.AsyncClient | None = None
+        self._serving = asyncio.get_event_loop().create_task(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            await self._run()
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            self._ready.set()
+
+    async def _run(self) -> None:
+        import ray
+        import uvicorn
+
+        from weightcast.gateway.app import make_app
+        from weightcast.gateway.logs import set_up
+        from weightcast.gateway.pool import Gateway
+        from weightcast.gateway.store import Store
+        from weightcast.gateway.tokens import Tokens
+
+        set_up("json")
+        state = Path(self._state) if self._state else None
+        store = Store(state)
+        store.open()
+        address = self._address or ray.util.get_node_ip_address()
+        with _listener(address, self._port, state) as listener:
+            port = int(listener.getsockname()[1])
+            app = make_app(Gateway(address, port, store), Tokens(**self._tokens))
+            server = uvicorn.Server(
+                uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="on")
+            )
+            self._url = f"http://{address}:{port}"
+            # The application lives as long as the server; calls of the actor go to it without a socket.
+            transport = httpx.ASGITransport(app=app, client=("ray", 0))
+            self._inner = httpx.AsyncClient(transport=transport, base_url=self._url, timeout=None)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            self._ready.set()
+            await serving
+
+    async def request(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        """One request to the HTTP shell, without HTTP: status, headers and body of its answer."""
+        inner = await self._open()
+        response = await inner.request(method, path, headers=headers, content=body)
+        return response.status_code, response.headers.raw, response.content
+
+    async def url(self) -> str:
+        """Where the HTTP shell is, once it serves. Raises what kept it from serving."""
+        await self._open()
+        return self._url
+
+    async def _open(self) -> httpx.AsyncClient:
+        await self._ready.wait()
+        if self._inner is None or self._failure is not None:
+            raise ControlError(f"the gateway's actor does not serve: {self._failure or 'it did not start'}")
+        return self._inner
+
+
+def _listener(address: str, port: int, state: Path | None) -> socket.socket:
+    """Listens on `port`, or for 0 on the one of the life before, so that engines find the gateway where it was."""
+    kept = state.with_name(state.name + ".port") if state else None
+    if not port and kept is not None and kept.exists():
+        with suppress(OSError, ValueError):
+            return socket.create_server((address, int(kept.read_text())), backlog=2048)
+    try:
+        listener = socket.create_server((address, port), backlog=2048)
+    except OSError as error:
+        raise ControlError(f"cannot listen on {address}:{port}: {error.strerror}") from None
+    if kept is not None:
+        kept.write_text(str(listener.getsockname()[1]))
+    return listener
+
+
+def start_gateway(
+    name: str = NAME,
+    *,
+    tokens: dict[str, str] | None = None,
+    state: str | Path | None = None,
+    port: int = 0,
+    address: str | None = None,
+    detached: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Any:
+    """Starts the actor and waits until it serves; returns its handle, with which it ends unless it is `detached`.
+
+    `tokens` are by scope ("operator", "worker", "read"), the operator's from WEIGHTCAST_TOKEN unless given. With a
+    `state` file on storage that every node sees Ray starts it again wherever it died and nothing committed is lost.
+    `detached` actors outlive the program that started them. `options` are Ray's, as resources or a placement group.
+    Raises ControlError if there is such an actor, or if it does not serve.
+    """
+    import ray
+
+    given = tokens or {"operator": os.environ.get("WEIGHTCAST_TOKEN", "")}
+    if find_actor(name) is not None:
+        raise ControlError(f"there is a Ray actor {name!r} in namespace {NAMESPACE!r} already; stop it first")
+    actor = ray.remote(GatewayActor).options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached" if detached else None,
+        max_restarts=_RESTARTS,
+        max_concurrency=_CALLS,
+        **{"num_cpus": 0, **(options or {})},
+    )
+    handle = actor.remote(given, str(state) if state else None, port, address)
+    try:
+        ray.get(handle.url.remote(), timeout=_START)
+    except ray.exceptions.RayError as error:
+        ray.kill(handle, no_restart=True)
+        raise ControlError(
+            f"the gateway's actor {name!r} does not serve: {' '.join(str(error).split())[-300:]}"
+        ) from None
+    return handle
+
+
+def stop_gateway(name: str = NAME) -> bool:
+    """Ends the actor for good; False if there is none."""
+    import ray
+
+    handle = find_actor(name)
+    if handle is not None:
+        ray.kill(handle, no_restart=True)
+    return handle is not None
+
+
+def find_actor(name: str) -> Any:
+    """The handle of an actor of this project, None if there is none."""
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def gateway_url(name: str = NAME) -> str:
+    """The HTTP address of a gateway's actor, for those outside of Ray. Raises ControlError if there is none."""
+    import ray
+
+    handle = find_actor(name)
+    if handle is None:
+        raise ControlError(f"there is no Ray actor {name!r} in namespace {NAMESPACE!r}; start a gateway there")
+    return str(ray.get(handle.url.remote(), timeout=_START))
+
+
+class RayTransport(httpx.BaseTransport):
+    """Carries a client's requests to a gateway's actor. A gateway that cannot be reached looks like one that refuses to
+    connect, so that clients wait for one that is being started again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._actor: Any = None
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """One request. Raises httpx.ConnectError or httpx.ReadTimeout."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        _in_cluster(self._name)
+        self._actor = self._actor or find_actor(self._name)
+        if self._actor is None:
+            raise httpx.ConnectError(f"there is no Ray actor {self._name!r} in namespace {NAMESPACE!r}")
+        timeout = request.extensions.get("timeout", {}).get("read")
+        asked = self._actor.request.remote(
+            request.method, str(request.url.raw_path, "ascii"), request.headers.raw, request.read()
+        )
+        try:
+            status, headers, body = ray.get(asked, timeout=timeout)
+        except GetTimeoutError as error:
+            ray.cancel(asked)
+            raise httpx.ReadTimeout(f"no answer within {timeout:g} s") from error
+        except RayError as error:
+            self._actor = None
+            raise httpx.ConnectError(" ".join(str(error).split())[:300]) from error
+        return httpx.Response(status, headers=_plain(headers), content=body)
+
+
+def _in_cluster(name: str) -> None:
+    """Joins the cluster that RAY_ADDRESS names or that runs on this host. Raises ControlError if there is none."""
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        except ConnectionError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ControlError(f"ray://{name}: there is no Ray cluster here ({reason}); set RAY_ADDRESS") from None
+
+
+def _plain(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without those that speak of a connection."""
+    return [(key, value) for key, value in headers if key.lower() not in (b"content-length", b"transfer-encoding")]
