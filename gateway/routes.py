@@ -85,7 +85,8 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"deleted": name}
 
     @app.get("/pairs/{name}/updates/{version}", tags=READ)
-    async def result(name: str, version: int, wait: Wait = 0.0) -> Response:
+    async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
+        gateway.check_boot(known)
         pair = gateway.pair(name)
         if not await pair.poll(lambda: version in pair.results, wait):
             return Response(status_code=204)
@@ -127,7 +128,7 @@ def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
         pair = gateway.pair(name)
         found = await decoded(request, wire.decode_report)
         generation, first = await pair.register_trainer(rank, found, start)
-        return {"generation": generation, "first_order": first}
+        return {"generation": generation, "first_order": first, "boot": gateway.boot}
 
     @app.post("/pairs/{name}/trainer/{rank}/beat", tags=WORKER)
     async def beat(name: str, rank: int) -> dict[str, Any]:
@@ -136,10 +137,11 @@ def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/pairs/{name}/offers", tags=WORKER)
     async def offer(name: str, body: OfferBody) -> dict[str, Any]:
-        return {"offered": await gateway.offer(name, body.rank, body.version)}
+        return {"offered": await gateway.offer(name, body.rank, body.version), "boot": gateway.boot}
 
     @app.get("/pairs/{name}/updates/{version}/instances", tags=WORKER)
-    async def begun(name: str, version: int, wait: Wait = 0.0) -> Response:
+    async def begun(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
+        gateway.check_boot(known)
         found = await gateway.pair(name).begun(version, wait)
         if found is None:
             return Response(status_code=204)
