@@ -279,6 +279,8 @@ class World:
         for (name, rank), process in self.engines.items():
             if not process.alive:
                 self.engines[name, rank] = self.start_engine(name, rank)
+        for _ in range(2):  # who answers twice has asked the gateway for orders in between
+            self.see()
         limit = time.monotonic() + 30.0
         while any(i["silent"] for i in self.status()["instances"].values()):  # until those that started have spoken
             if time.monotonic() > limit:

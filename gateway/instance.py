@@ -192,6 +192,7 @@ class Instance(Side):
             self.store.save_soon(self.saved())
         self.identities[rank] = identity
         self.reports[rank] = report
+        self._speaks(rank)
         await self.notify()
         return committed
 
@@ -200,6 +201,7 @@ class Instance(Side):
         check_rank(self.name, rank, self.world, self.pair)
         error = ControlError(f"{self.name} rank {rank} started anew; the next update connects the instance again")
         self.suspect = True
+        self._speaks(rank)
         if not self.record.fenced:
             self.on(Event.DISTRUST, reason=str(error))
             self.store.save_soon(self.saved())
@@ -208,6 +210,11 @@ class Instance(Side):
         if self.record.phase is Phase.CONNECTED:
             self.on(Event.FAIL, reason=str(self.failure))
         await self.notify()
+
+    def _speaks(self, rank: int) -> None:
+        """A rank that is missed and asks for something lives, even if its beat has not come yet."""
+        if rank in self.heard:
+            self.hear(rank, time.monotonic())
 
     async def beat(self, rank: int, identity: str) -> None:
         """A rank lives. One with another identity than it registered with started anew."""

@@ -129,6 +129,20 @@ def test_a_process_that_started_anew_is_known_by_its_beat() -> None:
     asyncio.run(run())
 
 
+def test_a_rank_that_starts_anew_is_missed_no_more() -> None:
+    async def run() -> None:
+        play = await connected(A, **QUICK)
+        gateway = await listening(play)
+        await play.engine.instance.beat(1, "")
+        await until_silent(play)
+        await play.engine.instance.restarted(1)
+        assert play.engine.instance.silent == ()
+        assert (await play.update(2)).committed, "it is waited for again"
+        await gateway.close()
+
+    asyncio.run(run())
+
+
 def test_a_gateway_that_stood_still_misses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         play = await connected(A, **QUICK)
