@@ -134,8 +134,8 @@ class InstanceWorker:
             member, change = self._joined(), self._change()
             layers = None if change.layers is None else list(change.layers)
             where = (self._pair, self._instance, self._epoch)
-            self._client.ready(*where, self._rank, change.text, layers)
-            order = self._client.go(*where, time.monotonic() + self._waits.gateway)
+            deadline = time.monotonic() + self._waits.gateway
+            order = self._client.ready(*where, self._rank, change.text, layers, deadline)
             if order["action"] != "run":
                 raise StalePlanError(f"the update was called off: {order['reason']}")
             executor = member.executor_for(order["layers"], self._described())
