@@ -116,12 +116,14 @@ class GatewayClient:
         settings: Mapping[str, float] | None = None,
         bucket_bytes: int | None = None,
         commit: str = "each",
+        verify: str = "full",
     ) -> None:
         """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
+        `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
-        body["commit"] = commit
+        body |= {"commit": commit, "verify": verify}
         if settings:
             body["settings"] = dict(settings)
         if bucket_bytes is not None:

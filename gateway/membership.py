@@ -12,7 +12,6 @@ import numpy as np
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.errors import StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
@@ -22,7 +21,6 @@ from weightcast.transfer.neighbours import Neighbours, find_neighbours
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
-from weightcast.transfer.wire import DigestReport
 
 __all__ = [
     "Change",
@@ -30,7 +28,6 @@ __all__ = [
     "Waits",
     "changed_placement",
     "check_unmoved",
-    "digest_report",
     "join",
     "only_layers",
     "report_of",
@@ -150,13 +147,6 @@ def join(
         raise
     client.joined(pair, part.instance, epoch, labels[part.group_rank])
     return Member(part, executor, group, neighbours)
-
-
-def digest_report(part: RankPart, layout: RankLayout) -> DigestReport:
-    """Digests of this rank's own rows of a part, read from its live memory."""
-    rows = part.digests
-    values = digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype)
-    return DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, values)
 
 
 def check_unmoved(layout: RankLayout) -> None:

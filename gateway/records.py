@@ -8,6 +8,7 @@ from typing import Literal
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.verify import DigestCounts
+from weightcast.transfer.verification import Verify
 
 __all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord"]
 
@@ -19,15 +20,18 @@ class PairSpec:
     """One trainer of `trainer_world` ranks and the instances that it feeds at first.
 
     `commit` says who gets a version: "each" instance that has it verified, or "all" together or none: then nothing is
-    written before all are ready, and no instance serves the new version unless all have it.
+    written before all are ready, and no instance serves the new version unless all have it. `bucket_bytes` is the most
+    memory that a rank takes beside its parameters to pack and unpack, all instances that it feeds together. `verify` is
+    how much of each update is digested.
     """
 
     name: str
     trainer_world: int
     instances: dict[str, EngineSpec]
     settings: Settings = field(default_factory=Settings)
-    bucket_bytes: int = 256 << 20
+    bucket_bytes: int = 512 << 20
     commit: CommitPolicy = "each"
+    verify: Verify = Verify.FULL
 
 
 @dataclass(frozen=True, slots=True)

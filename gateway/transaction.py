@@ -33,6 +33,7 @@ from weightcast.transfer.errors import (
     VersionError,
     WeightcastError,
 )
+from weightcast.transfer.verification import Verify
 
 __all__ = ["update"]
 
@@ -254,6 +255,8 @@ class _Update:
         plan, layout = instance.plan, instance.layout
         if plan is None or layout is None:
             raise PairStateError(f"instance {instance.name} has no plan")
+        if self._pair.spec.verify is Verify.OFF:
+            return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
         return await asyncio.to_thread(
             compare_digests, plan, instance.trainer_digests, instance.name, instance.digests, slots

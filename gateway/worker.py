@@ -14,12 +14,13 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import Member, Waits, digest_report, join, report_of
+from weightcast.gateway.membership import Member, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
@@ -85,6 +86,7 @@ class TrainerWorker:
         self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
+        self._digests = SharedDigests()
         self._cursor: dict[str, int] = {}
         self._boot = ""
         self._start, self._generation = "", 0
@@ -141,6 +143,7 @@ class TrainerWorker:
         self._cursor = self._client.begun(self._pair, version, deadline)
         for name in self._members.keys() - self._cursor.keys() if self._cursor else ():
             self._members.pop(name).close()  # it has left
+        self._digests.forget()
         reports: dict[str, TransferReport] = {}
         self._each(list(self._cursor), lambda name: self._follow_update(name, version, reports))
         instances = self._client.result(self._pair, version, deadline)
@@ -157,6 +160,7 @@ class TrainerWorker:
         for member in self._members.values():
             member.close()
         self._members.clear()
+        self._digests.close()
         self._client.close()
 
     def _rebind(self, layout: RankLayout) -> None:
@@ -257,11 +261,15 @@ class TrainerWorker:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
+            labels = {"pair": self._pair, "version": version}
+            digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None:
-                reports[name] = executor.run(Deadline.after(self._waits.transfer))
+                reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
             self._client.transferred(self._pair, name, epoch, self._rank, version)
-            report = digest_report(member.part, layout)
-            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report)
+            digests = digesting.result()
+            if executor is not None:
+                reports[name] = replace(reports[name], digest_seconds=digests.seconds)
+            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
         except WeightcastError as error:
             self._tell(name, epoch, error)
 

@@ -110,8 +110,8 @@ def make_rounds(
     unpacked = traffic.copies.take(~is_straight & ~leaves).turned()
     make_copies(unpacked, (tensors, bases), 0, [r.unpack for r in rounds], traffic.round[unpacked.group], scratch)
     # In each round, messages to one peer keep their order: both ends post them alike.
-    columns = (traffic.peer, traffic.leaves, traffic.round)
-    for tensor, peer, leaving, at in zip(tensors, *(c.tolist() for c in columns), strict=True):
+    ways = (traffic.peer.tolist(), traffic.leaves.tolist(), traffic.round.tolist())
+    for tensor, peer, leaving, at in zip(tensors, *ways, strict=True):
         # Bytes, so that every dtype travels over every backend.
         (rounds[at].sends if leaving else rounds[at].receives).append((peer, tensor.view(torch.uint8)))
         rounds[at].nbytes += tensor.nbytes
