@@ -34,6 +34,7 @@ NEED_TORCH = (
     "weightcast.transfer.executor",
     "weightcast.transfer.rounds",
     "weightcast.transfer.runs",
+    "weightcast.transfer.stacks",
     "weightcast.transfer.traffic",
     "weightcast.transfer.transports",
 )
