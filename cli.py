@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from weightcast import __version__
-from weightcast.commands import demo, gateway, inspect, load, plan, status
+from weightcast.commands import cluster, demo, gateway, inspect, load, plan, status
 from weightcast.transfer.errors import WeightcastError
 
 __all__ = ["main"]
@@ -24,6 +24,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     plan.add,
     inspect.add,
     load.add,
+    cluster.add,
     status.add,
 )
 """What adds each command's parser; the parser's default `run` takes the parsed arguments and gives the exit status."""

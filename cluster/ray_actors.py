@@ -20,7 +20,7 @@ from typing import Any
 from weightcast.cluster.processes import end_process, start_process, wait_up
 from weightcast.cluster.tether import tethered
 from weightcast.gateway.ray_actor import NAMESPACE
-from weightcast.transfer.errors import EngineError, InputError
+from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
 __all__ = ["EngineActor", "RankActor", "spawn"]
 
@@ -77,8 +77,10 @@ class EngineActor(_OnNode):
         return self._url
 
     def wait_up(self, seconds: float) -> str:
-        """Its address, once it answers. Raises EngineError with the end of its log when it does not come up."""
-        wait_up(self._process, self._url + self._health, self._log, seconds, {})
+        """Its address, once it answers at its health path, if it has one. Raises EngineError with the end of its log
+        when it does not come up."""
+        if self._health:
+            wait_up(self._process, self._url + self._health, self._log, seconds, {})
         return self._url
 
     def stop(self) -> None:
@@ -117,7 +119,9 @@ class RankActor(_OnNode):
             try:
                 body(*arguments, self._mail)
             except BaseException as error:
-                if not isinstance(error, SystemExit):  # who leaves so has said why
+                if isinstance(error, WeightcastError):
+                    self._mail.send(error)
+                elif not isinstance(error, SystemExit):  # who leaves so has said why
                     self._mail.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
 
         self._thread = threading.Thread(target=run, name=function, daemon=True)

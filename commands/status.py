@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any, TypeAlias
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from weightcast.transfer.errors import TransferError
+
+if TYPE_CHECKING:
+    from rich.console import Group, RenderableType
+
+    from weightcast.gateway.client import GatewayClient
 
 __all__ = ["add", "add_gateway_option"]
 
@@ -15,7 +24,22 @@ def add(commands: Commands) -> None:
     """`weightcast status`."""
     parser = commands.add_parser("status", help="show the pairs of a gateway")
     add_gateway_option(parser)
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="show it anew every SECONDS (2) until Ctrl-C; with --json a line each time",
+    )
     parser.set_defaults(run=_run)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0.1..3600 seconds")
+    return seconds
 
 
 def add_gateway_option(parser: argparse.ArgumentParser) -> None:
@@ -30,40 +54,77 @@ def _run(arguments: argparse.Namespace) -> int:
     from weightcast.gateway.client import GatewayClient
 
     with GatewayClient(arguments.gateway) as client:
+        if arguments.watch is not None:
+            _watch(client, arguments.watch, as_json=arguments.json)
+            return 0
         pairs = client.status()
     if arguments.json:
         print(json.dumps({"pairs": pairs}))
         return 0
-    _print(pairs)
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for part in _shown(pairs).renderables:
+        console.print(part, soft_wrap=isinstance(part, Text))
     return 0
 
 
-def _print(pairs: list[dict[str, Any]]) -> None:
-    from rich.console import Console
+def _watch(client: GatewayClient, seconds: float, as_json: bool) -> None:
+    """Until Ctrl-C. A gateway that is gone for a while is waited for, and said to be gone."""
+    from rich.live import Live
+
+    with suppress(KeyboardInterrupt):
+        pairs = client.status()  # a wrong address or token ends the command here
+        if as_json:
+            while True:
+                print(json.dumps({"pairs": pairs}), flush=True)
+                time.sleep(seconds)
+                pairs = client.status()
+        with Live(_shown(pairs), auto_refresh=False, vertical_overflow="visible") as live:
+            while True:
+                time.sleep(seconds)
+                trouble = ""
+                try:
+                    pairs = client.status()
+                except TransferError as error:
+                    trouble = f"as it was last: {error}"
+                live.update(_shown(pairs, trouble), refresh=True)
+
+
+def _shown(pairs: list[dict[str, Any]], trouble: str = "") -> Group:
+    """A table for each pair, and under it a line for each instance of which there is something to say."""
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for pair in pairs:
+        parts.append(_table(pair))
+        parts += [Text(f"{name}: {i['reason']}") for name, i in pair["instances"].items() if i["reason"]]
+    if not pairs:
+        parts.append(Text("no pairs"))
+    if trouble:
+        parts.append(Text(trouble))
+    return Group(*parts)
+
+
+def _table(pair: dict[str, Any]) -> RenderableType:
     from rich.table import Table
 
-    console = Console()
-    if not pairs:
-        console.print("no pairs")
-    for pair in pairs:
-        trainer = pair["trainer"]
-        table = Table(
-            title=f"pair {pair['pair']}: "
-            f"{len(trainer['registered'])} of {trainer['world_size']} trainer ranks registered"
+    trainer = pair["trainer"]
+    table = Table(
+        title=f"pair {pair['pair']}: {len(trainer['registered'])} of {trainer['world_size']} trainer ranks registered"
+    )
+    for column in ("instance", "phase", "version", "serves", "fenced", "ranks", "epoch"):
+        table.add_column(column)
+    for name, i in pair["instances"].items():
+        table.add_row(
+            name,
+            i["phase"],
+            "-" if i["version"] is None else str(i["version"]),
+            "yes" if i["serves"] else "no",
+            "FENCED" if i["fenced"] else "no",
+            f"{len(i['registered'])} of {i['world_size']}",
+            str(i["epoch"]),
         )
-        for column in ("instance", "phase", "version", "serves", "fenced", "ranks", "epoch"):
-            table.add_column(column)
-        for name, i in pair["instances"].items():
-            table.add_row(
-                name,
-                i["phase"],
-                "-" if i["version"] is None else str(i["version"]),
-                "yes" if i["serves"] else "no",
-                "FENCED" if i["fenced"] else "no",
-                f"{len(i['registered'])} of {i['world_size']}",
-                str(i["epoch"]),
-            )
-        console.print(table)
-        for name, i in pair["instances"].items():
-            if i["reason"]:
-                console.print(f"{name}: {i['reason']}", markup=False, highlight=False, soft_wrap=True)
+    return table

@@ -40,6 +40,7 @@ class EngineBody(_Body):
     url: str = Field(default="", max_length=2048)
     pause: Literal["abort", "retract", "in_place"] = "abort"
     backend: Literal["gloo", "nccl"] = "gloo"
+    hold: bool = False
 
     def spec(self) -> EngineSpec:
         """The record of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,9 @@ from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout, RankReport
+from weightcast.transfer.neighbours import Neighbours, find_neighbours
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
@@ -69,18 +71,25 @@ class Member:
     part: RankPart
     executor: Executor | None
     group: TorchGroup | None
+    neighbours: Neighbours = field(default_factory=Neighbours)
+
+    def rebind(self, layout: RankLayout) -> None:
+        """The same regions at new addresses."""
+        if self.group is not None:
+            self.executor = Executor(self.part, layout, self.group, self.neighbours)
 
     def executor_for(self, layers: Collection[int] | None, layout: RankLayout) -> Executor | None:
         """What runs the part; with `layers` the operations on the routed experts of these layers alone."""
         if layers is None or self.executor is None or self.group is None:
             return self.executor
-        return Executor(only_layers(self.part, layers), layout, self.group)
+        return Executor(only_layers(self.part, layers), layout, self.group, self.neighbours)
 
     def close(self) -> None:
         """Leaves the communicator."""
         if self.group is not None:
             self.group.close()
             self.group = self.executor = None
+        self.neighbours.close()
 
 
 def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
@@ -105,8 +114,12 @@ def join(
     backend: str,
     address: str,
     seconds: float,
+    share: Share = None,
 ) -> Member:
-    """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside."""
+    """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside.
+
+    `share` says what a trainer rank lends to ranks of its host.
+    """
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
     labels = member_labels(part)
@@ -127,12 +140,13 @@ def join(
         interface=address if backend == "gloo" else "",
     )
     try:
-        executor = Executor(part, layout, group)
+        neighbours = find_neighbours(group, part, layout, share, deadline)
+        executor = Executor(part, layout, group, neighbours)
     except WeightcastError:
         group.close()
         raise
     client.joined(pair, part.instance, epoch, labels[part.group_rank])
-    return Member(part, executor, group)
+    return Member(part, executor, group, neighbours)
 
 
 def check_unmoved(layout: RankLayout) -> None:

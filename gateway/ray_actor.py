@@ -1,6 +1,6 @@
 """The gateway as a named Ray actor: the HTTP shell in a process that Ray places, finds and starts again.
 
-    handle = start_gateway(state="/shared/weightcast.db")       # on any node of a Ray cluster
+    gateway = start_gateway(state="/shared/weightcast.db")      # on any node of a Ray cluster
     worker = TrainerWorker("ray://weightcast", "main", source, rank=rank, world_size=world)
 
 The actor serves HTTP on its node, for engines and whoever is outside of Ray, and takes the same requests as calls of
@@ -142,7 +142,7 @@ def start_gateway(
     detached: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Any:
-    """Starts the actor and waits until it serves; returns its handle.
+    """Starts the actor and waits until it serves; returns its handle, with which it ends unless it is `detached`.
 
     `tokens` are by scope ("operator", "worker", "read"), the operator's from WEIGHTCAST_TOKEN unless given. With a
     `state` file on storage that every node sees Ray starts it again wherever it died and nothing committed is lost.
@@ -216,8 +216,7 @@ class RayTransport(httpx.BaseTransport):
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
-        if not ray.is_initialized():
-            raise ControlError(f"ray://{self._name}: this process is in no Ray cluster; call ray.init first")
+        _in_cluster(self._name)
         self._actor = self._actor or find_actor(self._name)
         if self._actor is None:
             raise httpx.ConnectError(f"there is no Ray actor {self._name!r} in namespace {NAMESPACE!r}")
@@ -234,6 +233,18 @@ class RayTransport(httpx.BaseTransport):
             self._actor = None
             raise httpx.ConnectError(" ".join(str(error).split())[:300]) from error
         return httpx.Response(status, headers=_plain(headers), content=body)
+
+
+def _in_cluster(name: str) -> None:
+    """Joins the cluster that RAY_ADDRESS names or that runs on this host. Raises ControlError if there is none."""
+    import ray
+
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        except ConnectionError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ControlError(f"ray://{name}: there is no Ray cluster here ({reason}); set RAY_ADDRESS") from None
 
 
 def _plain(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -32,8 +32,10 @@ from weightcast.transfer.errors import (
     UpdateError,
     WeightcastError,
 )
-from weightcast.transfer.executor import Executor, TransferReport
+from weightcast.transfer.executor import TransferReport
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
+from weightcast.transfer.transports.shared_memory import share_memory
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -55,7 +57,9 @@ class TrainerWorker:
     `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
     reached.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
-    unless given.
+    unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
+    are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
+    that resizes, offloads or pins its weights. Without it all bytes travel.
     """
 
     def __init__(
@@ -70,12 +74,13 @@ class TrainerWorker:
         backend: str = "gloo",
         address: str = "127.0.0.1",
         deadline: float | None = None,
+        share: Share = None,
     ) -> None:
         self._url, self._token = url, token
         self._client = GatewayClient(url, token)
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
-        self._source = source
+        self._source, self._share = source, share
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
         self._waits = Waits.of(Settings(), deadline)
@@ -92,7 +97,7 @@ class TrainerWorker:
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
         on.
         """
-        self._layout = self._source.describe()
+        self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._start = uuid.uuid4().hex
         self._register(self._layout)
@@ -107,6 +112,10 @@ class TrainerWorker:
             self._client.start_connect(self._pair)
         self._each(list(self._cursor), self._follow_connect)
 
+    def _describe(self) -> RankLayout:
+        layout = self._source.describe()
+        return share_memory(layout) if self._share == "in_place" else layout
+
     def _register(self, layout: RankLayout) -> None:
         report = report_of(layout, self._rank, self._world)
         self._generation = self._client.register_trainer(self._pair, report, self._start)
@@ -117,7 +126,7 @@ class TrainerWorker:
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
         layout is no longer the one it registered, and UpdateError naming each instance that did not commit and why.
         """
-        layout = self._source.describe()
+        layout = self._describe()
         if self._layout is None:
             raise PairStateError(f"trainer rank {self._rank}: update before connect")
         if layout.table.fingerprint != self._layout.table.fingerprint:
@@ -158,8 +167,7 @@ class TrainerWorker:
         """The same regions at new addresses: the plan holds, the executors get new views."""
         self._layout = layout
         for member in self._members.values():
-            if member.group is not None:
-                member.executor = Executor(member.part, layout, member.group)
+            member.rebind(layout)
 
     def _each(self, names: list[str], work: Callable[[str], None]) -> None:
         """Runs `work` for all instances at once, so that none waits for another; raises the first failure after all
@@ -221,7 +229,15 @@ class TrainerWorker:
                 self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
             )
             self._members[name] = join(
-                self._client, self._pair, epoch, part, layout, self._backend, self._address, self._waits.join
+                self._client,
+                self._pair,
+                epoch,
+                part,
+                layout,
+                self._backend,
+                self._address,
+                self._waits.join,
+                self._share,
             )
         except WeightcastError as error:
             self._tell(name, epoch, error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -117,6 +119,42 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     assert list(found["idle"]["instances"]) == ["rollout-0", "rollout-1"]
     assert found["busy"]["instances"]["rollout-0"]["registered"] == [0, 1]
     assert found["busy"]["instances"]["rollout-0"]["version"] is None
+
+
+def test_status_is_watched_until_it_is_interrupted(gateway: str) -> None:
+    command = [sys.executable, "-m", "weightcast", "status", "--gateway", gateway, "--watch", "0.2"]
+    ours, theirs = os.openpty()
+    with subprocess.Popen(command, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
+        os.close(theirs)
+        try:
+            with GatewayClient(gateway) as client:
+                for pair in ("watched-first", "watched-next"):
+                    client.create_pair(pair, 3, {"rollout-9": {"kind": "worker", "world_size": 2}})
+                    _read_until(ours, f"pair {pair}: 0 of 3 trainer ranks registered")
+                for pair in ("watched-first", "watched-next"):
+                    client.delete_pair(pair)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def _read_until(terminal: int, text: str) -> None:
+    """Reads what is shown on a terminal until the text comes."""
+    shown = b""
+    while text.encode() not in shown:
+        assert select.select([terminal], [], [], 30.0)[0], f"{text!r} was not shown, but {shown!r}"
+        shown += os.read(terminal, 65536)
+
+
+def test_status_is_watched_as_json(gateway: str) -> None:
+    command = [sys.executable, "-m", "weightcast", "status", "--gateway", gateway, "--json", "--watch", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [list(json.loads(process.stdout.readline())) for _ in range(2)] == [["pairs"]] * 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
 
 
 def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,36 @@ def test_own_engine_and_trainer(root: Path) -> None:
                 ]
             finally:
                 engine.terminate()
+
+
+@pytest.mark.slow
+def test_http_controller(root: Path) -> None:
+    with running_gateway() as (url, token), ExitStack() as started:
+        environment = {**os.environ, TOKEN_VARIABLE: token, "PYTHONUNBUFFERED": "1"}
+        names = (url, "main", "rollout-1")
+
+        def start(example: str, *more: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(root / "examples" / example), *names, *more]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
+
+        controller = start("http_controller.py", "3")
+        start("own_engine.py")
+        start("own_trainer.py")
+        said, _ = controller.communicate(timeout=120)
+        assert said.splitlines() == [
+            "connected",
+            *(f"version {version} rollout-1 committed" for version in (1, 2, 3)),
+            "serving {'rollout-1': 3}",
+        ]
+        assert controller.returncode == 0
+
+
+@pytest.mark.slow
+def test_ray_training_loop(root: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed")
+    lines = run(str(root / "examples" / "ray_training_loop.py"), RAY_AUTH_MODE="disabled")
+    weights = "{{'model.layers.0.weight': {0}.0, 'model.layers.1.weight': {0}.0}}"
+    assert lines == [f"{step} ['rollout-0'] {weights.format(step)}" for step in (1, 2, 3)]

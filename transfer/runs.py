@@ -32,8 +32,8 @@ _FEW = 16
 """A strided copy of at most so many runs is dearer as a call of its own."""
 _LONG_BYTES = 1 << 10
 """Runs of at least so many bytes are moved one by one however many a copy has: an index is 8 bytes."""
-_SHORT_BYTES = 1 << 13
-"""Only runs below this pay for the way through scratch memory, which costs a second copy."""
+_TWICE_BYTES = 1 << 14
+"""Runs of at least so many bytes scattered on both sides are cheaper as calls of their own than moved twice."""
 _WORTH_A_CALL = 3
 """Fewer runs of a length than this stay copies of their own."""
 
@@ -98,7 +98,7 @@ def make_steps(
     nbytes = runs.elements[:, None] * sizes[dtype]
     for low, high in _alike(runs, group, dtype, nbytes, packed):
         length = int(nbytes[low].max())
-        longest = SCRATCH_BYTES if packed is not None else _SHORT_BYTES
+        longest = SCRATCH_BYTES if packed is not None else _TWICE_BYTES - 1
         if high - low < _WORTH_A_CALL or length > longest or not _fits(runs.address[low:high], length):
             continue
         taken[low:high] = True

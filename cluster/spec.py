@@ -1,0 +1,193 @@
+"""The file that `weightcast up` reads: one pair, its gateway, trainer and instances, in TOML.
+
+pair = "main"
+commit = "each"                      # or "all": no instance serves a version unless all have it
+
+[ray]
+address = "auto"                     # the cluster to run on
+
+[gateway]
+name = "weightcast"                  # of its actor: others find it as ray://weightcast
+state = "/shared/weightcast.db"      # on storage that every node sees; nothing committed is lost when it dies
+# url = "https://10.0.0.5:8900"      # instead of all that: a gateway that is there already, in another cluster
+
+[trainer]
+ranks = 8
+entry = "my_project.training:make_source"   # called as make_source(rank, world_size) on every rank; gives a Source
+# checkpoint = "/models/qwen3-moe"          # instead: a safetensors checkpoint is the trainer
+backend = "nccl"                     # of the communicators ("gloo")
+options = { num_gpus = 1 }           # Ray's options for the actor of each rank
+environment = { }
+
+[[instance]]
+name = "rollout-0"
+world_size = 2
+command = ["{python}", "-m", "sglang.launch_server", "--host", "{host}", "--port", "{port}", "--tp-size", "2"]
+options = { num_gpus = 2 }
+# {python}, {host}, {port} and {gateway} (its HTTP address) are filled in; health = "" if it answers no HTTP
+# url = "http://10.0.0.7:30000"      # instead of a command: an engine that is there already
+
+[settings]                           # deadlines and counts of the pair, all of them optional
+transfer = 600
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from weightcast.gateway.ray_actor import NAME
+from weightcast.gateway.settings import Settings
+from weightcast.transfer.errors import InputError
+
+__all__ = ["ClusterSpec", "GatewaySpec", "InstanceSpec", "TrainerSpec", "read_spec"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySpec:
+    """`[gateway]`."""
+
+    name: str = NAME
+    state: str | None = None
+    port: int = 0
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """`[trainer]`."""
+
+    ranks: int
+    entry: str | None = None
+    checkpoint: str | None = None
+    backend: str = "gloo"
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """One `[[instance]]`."""
+
+    name: str
+    world_size: int
+    kind: str = "sglang"
+    command: list[str] = field(default_factory=list)
+    health: str = "/health"
+    log: str | None = None
+    url: str | None = None
+    pause: str | None = None
+    backend: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def record(self, url: str) -> dict[str, Any]:
+        """What the gateway wants to know of it."""
+        optional = {"url": url if self.kind == "sglang" else None, "pause": self.pause, "backend": self.backend}
+        given = {key: value for key, value in optional.items() if value is not None}
+        return {"kind": self.kind, "world_size": self.world_size, **given}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """The whole file."""
+
+    pair: str
+    trainer: TrainerSpec
+    instances: tuple[InstanceSpec, ...]
+    gateway: GatewaySpec = field(default_factory=GatewaySpec)
+    address: str = "auto"
+    commit: str = "each"
+    settings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gateway_url(self) -> str:
+        """Where ranks in the cluster find the gateway."""
+        return self.gateway.url or f"ray://{self.gateway.name}"
+
+
+def read_spec(path: Path) -> ClusterSpec:
+    """Raises InputError that names the file, the key, what was expected and what was found."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from None
+    try:
+        return _spec(document)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _spec(document: dict[str, Any]) -> ClusterSpec:
+    known = ("pair", "commit", "ray", "gateway", "trainer", "instance", "settings")
+    _known("the file", document, known)
+    for name in ("pair", "trainer", "instance"):
+        if name not in document:
+            raise InputError(f"{name!r} is missing")
+    if not isinstance(document["instance"], list) or not document["instance"]:
+        raise InputError("'instance' is no list of tables: write [[instance]]")
+    instances = tuple(_table(InstanceSpec, "[[instance]]", table) for table in document["instance"])
+    for one in instances:
+        if bool(one.command) == bool(one.url):
+            raise InputError(f"instance {one.name!r} wants a command or a url, one of them")
+    names = [one.name for one in instances]
+    if len(set(names)) < len(names):
+        raise InputError(f"two instances are called {next(n for n in names if names.count(n) > 1)!r}")
+    trainer = _table(TrainerSpec, "[trainer]", document["trainer"])
+    if bool(trainer.entry) == bool(trainer.checkpoint):
+        raise InputError("[trainer] wants an entry or a checkpoint, one of them")
+    if trainer.ranks < 1 or any(one.world_size < 1 for one in instances):
+        raise InputError("ranks and world_size must be 1 or more")
+    gateway = _table(GatewaySpec, "[gateway]", document.get("gateway", {}))
+    place = document.get("ray", {})
+    _known("[ray]", place, ("address",))
+    settings = document.get("settings", {})
+    Settings.given(settings)
+    pair, commit = document["pair"], document.get("commit", "each")
+    if not isinstance(pair, str) or not pair or commit not in ("each", "all"):
+        raise InputError(f"pair is {pair!r} and commit {commit!r}, expected a name, and 'each' or 'all'")
+    return ClusterSpec(pair, trainer, instances, gateway, place.get("address", "auto"), commit, settings)
+
+
+def _known(where: str, table: object, known: tuple[str, ...]) -> None:
+    if not isinstance(table, dict):
+        raise InputError(f"{where} is no table")
+    if unknown := sorted(set(table) - set(known)):
+        raise InputError(f"{where}: {', '.join(unknown)} are not known; known are {', '.join(known)}")
+
+
+def _table(kind: type[T], where: str, table: object) -> T:
+    """A table of the file as the dataclass that describes it."""
+    described = fields(kind)  # type: ignore[arg-type]
+    _known(where, table, tuple(f.name for f in described))
+    assert isinstance(table, dict)
+    types = get_type_hints(kind)
+    for f in described:
+        if f.name not in table:
+            if f.default is MISSING and f.default_factory is MISSING:
+                raise InputError(f"{where}: {f.name!r} is missing")
+        elif not _is(table[f.name], types[f.name]):
+            raise InputError(f"{where}: {f.name} is {table[f.name]!r}, expected {_said(types[f.name])}")
+    return kind(**table)
+
+
+def _is(value: object, wanted: Any) -> bool:
+    if isinstance(wanted, UnionType):
+        return any(_is(value, one) for one in get_args(wanted))
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if origin is list:
+        return isinstance(value, list) and all(_is(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(inner[1] is Any or _is(item, inner[1]) for item in value.values())
+    return isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
+
+
+def _said(wanted: Any) -> str:
+    names = {str: "text", int: "a whole number", list: "a list of texts", dict: "a table"}
+    kinds = [one for one in get_args(wanted) if one is not type(None)] if isinstance(wanted, UnionType) else [wanted]
+    return " or ".join(names.get(get_origin(one) or one, str(one)) for one in kinds)

@@ -1,0 +1,77 @@
+"""The body of a trainer rank that `weightcast up` starts: describes, connects, and updates when it is told to."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any, Protocol
+
+from weightcast.adapters.plain import CheckpointSource
+from weightcast.cluster.spec import ClusterSpec, TrainerSpec
+from weightcast.gateway.worker import TrainerWorker
+from weightcast.transfer.endpoints import Source
+from weightcast.transfer.errors import InputError, WeightcastError
+
+__all__ = ["CONNECTED", "serve"]
+
+CONNECTED = "connected"
+"""What a rank speaks about first."""
+
+
+class Mailbox(Protocol):
+    """One end of a conversation."""
+
+    def send(self, what: object, /) -> None:
+        """Says something."""
+
+    def recv(self) -> Any:
+        """Waits for what the other end says."""
+
+
+def serve(spec: ClusterSpec, rank: int, address: str, rendezvous: str, mail: Mailbox) -> None:
+    """Says (CONNECTED, None); then for each version that it is told (version, the records of its update by instance, or
+    what went wrong). None ends it.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment when the entry is called, as torchrun has them.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(spec.trainer.ranks), "MASTER_ADDR": host, "MASTER_PORT": port}
+    source = _source(spec.trainer, rank)
+    worker = TrainerWorker(
+        spec.gateway_url,
+        spec.pair,
+        source,
+        rank=rank,
+        world_size=spec.trainer.ranks,
+        backend=spec.trainer.backend,
+        address=address,
+    )
+    try:
+        worker.connect()
+        mail.send((CONNECTED, None))
+        while (version := mail.recv()) is not None:
+            mail.send((version, _update(worker, source, version)))
+    finally:
+        worker.close()
+
+
+def _update(worker: TrainerWorker, source: Source, version: int) -> object:
+    """Brings the weights to the version, if the source knows how, and sends them."""
+    try:
+        if (bring := getattr(source, "at", None)) is not None:
+            bring(version)
+        return worker.update(version).instances
+    except WeightcastError as error:
+        return error
+
+
+def _source(trainer: TrainerSpec, rank: int) -> Source:
+    if trainer.checkpoint is not None:
+        return CheckpointSource(trainer.checkpoint, rank=rank, world_size=trainer.ranks)
+    module, _, name = str(trainer.entry).partition(":")
+    try:
+        make = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"trainer entry {trainer.entry!r} cannot be imported as module:function: {error}") from None
+    source: Source = make(rank, trainer.ranks)
+    return source
