@@ -18,6 +18,7 @@ entry = "my_project.training:make_source"   # called as make_source(rank, world_
 backend = "nccl"                     # of the communicators ("gloo")
 options = { num_gpus = 1 }           # Ray's options for the actor of each rank
 environment = { }
+restarts = 3                         # how often Ray starts a rank's actor again
 
 [[instance]]
 name = "rollout-0"
@@ -68,6 +69,7 @@ class TrainerSpec:
     backend: str = "gloo"
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    restarts: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class InstanceSpec:
     backend: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    restarts: int = 3
 
     def record(self, url: str) -> dict[str, Any]:
         """What the gateway wants to know of it."""

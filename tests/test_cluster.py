@@ -110,9 +110,28 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     assert "rollout-0: version 2, " in weightcast("update", "main", "--version", "2", "--ray", cluster)
     assert seen(tmp_path, 2) == "right"
 
+    ray.kill(ray.get_actor("main/trainer/1", namespace="weightcast"), no_restart=False)
+    assert "rollout-0: version 3, " in weightcast("update", "main", "--version", "3", "--ray", cluster)
+    assert seen(tmp_path, 3) == "right"
+
+    ray.kill(ray.get_actor("main/rollout-0", namespace="weightcast"), no_restart=False)
+    assert seen(tmp_path, updated_at_last(cluster, 4)) == "right"
+
     weightcast("down", str(file))
     assert actors() == {"bystander"}
     ray.kill(bystander)
+
+
+def updated_at_last(cluster: str, version: int) -> int:
+    """The first version, from one on, that an engine takes which is being started again."""
+    command = [sys.executable, "-m", "weightcast", "update", "main", "--ray", cluster, "--version"]
+    for tried in range(version, version + 10):
+        ran = subprocess.run([*command, str(tried)], capture_output=True, text=True, timeout=200, cwd="/", check=False)
+        if ran.returncode == 0:
+            return tried
+        assert "rollout-0" in ran.stderr
+        time.sleep(2.0)
+    raise AssertionError(ran.stderr)
 
 
 class Bystander:
