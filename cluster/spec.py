@@ -27,6 +27,7 @@ command = ["{python}", "-m", "sglang.launch_server", "--host", "{host}", "--port
 options = { num_gpus = 2 }
 # {python}, {host}, {port} and {gateway} (its HTTP address) are filled in; health = "" if it answers no HTTP
 # url = "http://10.0.0.7:30000"      # instead of a command: an engine that is there already
+# kind = "worker"                    # without either: an engine of your own that comes by itself
 
 [settings]                           # deadlines and counts of the pair, all of them optional
 transfer = 600
@@ -136,7 +137,7 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
         raise InputError("'instance' is no list of tables: write [[instance]]")
     instances = tuple(_table(InstanceSpec, "[[instance]]", table) for table in document["instance"])
     for one in instances:
-        if bool(one.command) == bool(one.url):
+        if (one.command and one.url) or not (one.command or one.url or one.kind == "worker"):
             raise InputError(f"instance {one.name!r} wants a command or a url, one of them")
     names = [one.name for one in instances]
     if len(set(names)) < len(names):
