@@ -1,9 +1,11 @@
 # make demo    the main job on this machine
 # make demo-megatron   the same with a Megatron-Core trainer
 # make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
+# make cluster tests of several hosts (network namespaces, as root) and of SGLang's schedulers as Ray actors
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
 # make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")
+# make bench-ray   an update through Ray beside the same over plain processes and HTTP (RAY_ARGS="--mib 64")
 # make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 26")
 # make fuzz    a million mutated messages and requests to the gateway (FUZZ_ARGS="--count 10000")
 # make clean   remove the virtual environment and what the other targets left
@@ -25,7 +27,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo demo-megatron test check bench bench-transfer faults fuzz setup clean
+.PHONY: demo demo-megatron test cluster check bench bench-transfer bench-ray faults fuzz setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -37,10 +39,16 @@ demo-megatron: setup
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+cluster: setup
+	$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)
+
 check: setup
 	$(BIN)/ruff check .
 	cd $(VENV)/src && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 	$(BIN)/lint-imports
+
+bench-ray: setup
+	$(BIN)/python benchmarks/bench_ray.py $(RAY_ARGS)
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)

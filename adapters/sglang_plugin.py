@@ -25,6 +25,9 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from weightcast.adapters.sglang_ray import load_in_actors
+from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.urls import CA_VARIABLE
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
 PREFIX = "weightcast/"
 LOAD_FORMAT = "weightcast"
 _VERSION_HANDLER = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
+_CHECK_ARGUMENTS = "sglang.srt.server_args.ServerArgs.check_server_args"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 
 
@@ -129,6 +133,12 @@ def register() -> None:
     ):
         HookRegistry.register(_MANAGER + name, hook, HookType.AROUND)
     HookRegistry.register(_VERSION_HANDLER, _version, HookType.AFTER)
+    HookRegistry.register(_CHECK_ARGUMENTS, _before_launch, HookType.BEFORE)
+
+
+def _before_launch(*_: Any) -> None:
+    """SGLang checks its arguments right before it starts its schedulers, and has imported what starts them."""
+    load_in_actors((TOKEN_VARIABLE, CA_VARIABLE, GATEWAY_VARIABLE, ADDRESS_VARIABLE), ADDRESS_VARIABLE)
 
 
 def _answer(output: str, work: Callable[[], str]) -> Any:

@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from weightcast.cluster.ray_actors import EngineActor, RankActor, spawn
-from weightcast.cluster.spec import ClusterSpec
+from weightcast.cluster.ray_actors import EngineActor, Launch, RankActor, spawn
+from weightcast.cluster.spec import ClusterSpec, InstanceSpec
 from weightcast.cluster.trainer_rank import CONNECTED
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_actor import NAMESPACE, find_actor, gateway_url, start_gateway, stop_gateway
 from weightcast.transfer.errors import ControlError, EngineError, WeightcastError
 
-__all__ = ["down", "on_ray", "up", "update"]
+__all__ = ["down", "moved", "on_ray", "up", "update"]
 
 Say = Callable[[str], None]
 
 _DRAIN = 60.0
+_MOVE = 900.0
+"""Seconds that an update under way may take before an engine at another address can join."""
 
 
 @contextmanager
@@ -54,11 +56,13 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
         engines, urls = {}, {one.name: one.url or "" for one in spec.instances}
         for one in spec.instances:
             if one.command:
-                engine = engines[one.name] = spawn(EngineActor, f"{spec.pair}/{one.name}", detached=True, **one.options)
-                environment = {TOKEN_VARIABLE: token, **one.environment}
                 command = [gateway if part == "{gateway}" else part for part in one.command]
-                started = engine.start.remote(command, environment, one.log, one.health)
-                urls[one.name] = _get(started, f"engine {one.name}", seconds)
+                launch = Launch(command, {TOKEN_VARIABLE: token, **one.environment}, one.log, one.health)
+                again = (launch, "weightcast.cluster.launch:moved", (spec, one, token))
+                name, restarts = f"{spec.pair}/{one.name}", one.restarts
+                engine = spawn(EngineActor, name, again, detached=True, **{"max_restarts": restarts, **one.options})
+                engines[one.name] = engine
+                urls[one.name] = _get(engine.start.remote(launch), f"engine {one.name}", seconds)
         for name, engine in engines.items():
             _get(engine.wait_up.remote(seconds), f"engine {name}", seconds + _DRAIN)
             say(f"{name} is up at {urls[name]}")
@@ -72,14 +76,39 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
     return urls
 
 
-def _start_trainer(spec: ClusterSpec, token: str, seconds: float) -> None:
-    import ray
+def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str) -> None:
+    """An engine was started again, at another address: for the gateway it has left, and a new one joins.
 
+    An engine that follows the gateway by itself says that it is a new one.
+    """
+    if one.kind == "worker":
+        return
+    with GatewayClient(spec.gateway_url, token, outage=_DRAIN) as client:
+        deadline = time.monotonic() + _MOVE
+        while True:
+            try:
+                client.leave_instance(spec.pair, one.name)
+                return client.join_instance(spec.pair, one.name, one.record(url))
+            except WeightcastError:  # an update is under way, which has deadlines
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+
+
+def _start_trainer(spec: ClusterSpec, token: str, seconds: float) -> None:
     environment = {TOKEN_VARIABLE: token, **spec.trainer.environment}
+    options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
     actors = [
-        spawn(RankActor, _trainer_name(spec.pair, rank), environment, detached=True, **spec.trainer.options)
+        spawn(RankActor, _trainer_name(spec.pair, rank), environment, spec, detached=True, **options)
         for rank in range(spec.trainer.ranks)
     ]
+    _begin(actors, spec, seconds)
+
+
+def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:
+    """Has every rank describe itself and connect."""
+    import ray
+
     addresses = ray.get([actor.address.remote() for actor in actors])
     rendezvous = f"{addresses[0]}:{ray.get(actors[0].free_port.remote())}"
     for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
@@ -89,7 +118,10 @@ def _start_trainer(spec: ClusterSpec, token: str, seconds: float) -> None:
 
 def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
     """Tells every trainer rank of a pair that `up` started to send its weights as `version`; the gateway's record by
-    instance. Raises what the update raised, and ControlError if there are no such ranks."""
+    instance. If one of them was started again, all begin and connect anew before it.
+
+    Raises what the update raised, and ControlError if there are no such ranks.
+    """
     import ray
 
     actors: list[Any] = []
@@ -97,10 +129,29 @@ def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
         actors.append(actor)
     if not actors:
         raise ControlError(f"no trainer ranks of pair {pair!r} were started by 'weightcast up' in this cluster")
+    if not all([_answer(actor, "runs", seconds) for actor in actors]):
+        ray.get([actor.tell.remote(None) for actor in actors])
+        if not all(ray.get([actor.finish.remote(seconds) for actor in actors])):
+            raise EngineError(f"pair {pair}: trainer ranks do not end within {seconds:g} s")
+        _begin(actors, _answer(actors[0], "kept", seconds), seconds)
     ray.get([actor.tell.remote(version) for actor in actors])
     found = _hear_all(actors, version, seconds)[0]
     assert isinstance(found, dict)
     return found
+
+
+def _answer(actor: Any, method: str, seconds: float) -> Any:
+    """What an actor says, which may be starting again. Raises EngineError for one that is gone for good."""
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ray.get(getattr(actor, method).remote(), timeout=max(0.1, deadline - time.monotonic()))
+        except ray.exceptions.RayError as error:
+            if not isinstance(error, ray.exceptions.ActorUnavailableError) or time.monotonic() > deadline:
+                raise EngineError(f"a trainer rank has ended: {' '.join(str(error).split())[:300]}") from None
+            time.sleep(0.2)
 
 
 def down(spec: ClusterSpec, say: Say) -> None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ from weightcast.cluster.tether import tethered
 from weightcast.gateway.ray_actor import NAMESPACE
 from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
-__all__ = ["EngineActor", "RankActor", "spawn"]
+__all__ = ["EngineActor", "Launch", "RankActor", "spawn"]
+
+_RESTART = 1800.0
+"""Seconds for an engine that is started again."""
 
 
 def spawn(body: type, name: str, *arguments: Any, detached: bool = False, **options: Any) -> Any:
@@ -56,24 +60,47 @@ class _OnNode:
             return int(probe.getsockname()[1])
 
 
-class EngineActor(_OnNode):
-    """A server process on the actor's node. It ends with the actor, however that ends."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How an engine is started. `{host}`, `{port}` and `{python}` as parts of the command are filled in; a log without
+    a name goes to the node's temporary folder; `health` is a path that answers once it is up, "" if there is none."""
 
-    def __init__(self) -> None:
+    command: list[str]
+    environment: dict[str, str]
+    log: str | None = None
+    health: str = "/health"
+
+
+class EngineActor(_OnNode):
+    """A server process on the actor's node. It ends with the actor, however that ends.
+
+    With `again` the actor ends when its process does. Ray starts it again, on whatever node, as often as its options
+    say: then it starts another process by itself, and calls `module:name` with the first argument, the process's
+    address, and the other ones.
+    """
+
+    def __init__(self, again: tuple[Launch, str, tuple[object, ...]] | None = None) -> None:
+        import ray
+
         self._process: Any = None
         self._log = Path()
-        self._url = ""
+        self._url = self._health = ""
+        self._stopped = threading.Event()
+        self._again = again
+        if again is not None and ray.get_runtime_context().was_current_actor_reconstructed:
+            launch, function, arguments = again
+            self.start(launch)
+            self.wait_up(_RESTART)
+            _function(function)(self._url, *arguments)
 
-    def start(self, command: list[str], environment: dict[str, str], log: str | None, health: str) -> str:
-        """Starts it without waiting; its address. `{host}`, `{port}` and `{python}` as parts of the command are filled
-        in; a log without a name goes to the node's temporary folder."""
+    def start(self, launch: Launch) -> str:
+        """Starts it without waiting; its address."""
         host, port = self.address(), self.free_port()
-        self._url = f"http://{host}:{port}"
+        self._url, self._health = f"http://{host}:{port}", launch.health
         known = {"{host}": host, "{port}": str(port), "{python}": sys.executable}
-        filled = [known.get(part, part) for part in command]
-        self._log = Path(log or tempfile.mkstemp(prefix="weightcast-engine-", suffix=".log")[1])
-        self._health = health
-        self._process = start_process(tethered(filled), self._log, environment)
+        filled = [known.get(part, part) for part in launch.command]
+        self._log = Path(launch.log or tempfile.mkstemp(prefix="weightcast-engine-", suffix=".log")[1])
+        self._process = start_process(tethered(filled), self._log, launch.environment)
         return self._url
 
     def wait_up(self, seconds: float) -> str:
@@ -81,10 +108,18 @@ class EngineActor(_OnNode):
         when it does not come up."""
         if self._health:
             wait_up(self._process, self._url + self._health, self._log, seconds, {})
+        if self._again is not None:
+            threading.Thread(target=self._end_with, args=(self._process,), daemon=True).start()
         return self._url
+
+    def _end_with(self, process: Any) -> None:
+        process.wait()
+        if not self._stopped.is_set():
+            os._exit(1)
 
     def stop(self) -> None:
         """Ends it."""
+        self._stopped.set()
         if self._process is not None:
             end_process(self._process)
 
@@ -104,28 +139,39 @@ class _Mailbox:
 
 
 class RankActor(_OnNode):
-    """One rank: runs a function of a module in a thread, and carries what it says and is told."""
+    """One rank: runs a function of a module in a thread, and carries what it says and is told. `kept` is what whoever
+    begins it again wants to know; Ray hands it to an actor that it starts again, too."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], kept: object = None) -> None:
         os.environ.update(environment)
+        self._kept = kept
         self._mail = _Mailbox()
         self._thread: threading.Thread | None = None
 
     def begin(self, function: str, *arguments: object) -> None:
         """Runs `module:name` with the arguments and a mailbox that has `send` and `recv`, and returns at once."""
         body = _function(function)
+        mail = self._mail = _Mailbox()
 
         def run() -> None:
             try:
-                body(*arguments, self._mail)
+                body(*arguments, mail)
             except BaseException as error:
                 if isinstance(error, WeightcastError):
-                    self._mail.send(error)
+                    mail.send(error)
                 elif not isinstance(error, SystemExit):  # who leaves so has said why
-                    self._mail.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
+                    mail.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
 
         self._thread = threading.Thread(target=run, name=function, daemon=True)
         self._thread.start()
+
+    def kept(self) -> object:
+        """What it was made with."""
+        return self._kept
+
+    def runs(self) -> bool:
+        """Whether the body runs. It does not in an actor that was started again."""
+        return self._thread is not None and self._thread.is_alive()
 
     def tell(self, what: object) -> None:
         """Gives the body something to receive."""

@@ -18,6 +18,7 @@ entry = "my_project.training:make_source"   # called as make_source(rank, world_
 backend = "nccl"                     # of the communicators ("gloo")
 options = { num_gpus = 1 }           # Ray's options for the actor of each rank
 environment = { }
+restarts = 3                         # how often Ray starts a rank's actor again
 
 [[instance]]
 name = "rollout-0"
@@ -26,6 +27,7 @@ command = ["{python}", "-m", "sglang.launch_server", "--host", "{host}", "--port
 options = { num_gpus = 2 }
 # {python}, {host}, {port} and {gateway} (its HTTP address) are filled in; health = "" if it answers no HTTP
 # url = "http://10.0.0.7:30000"      # instead of a command: an engine that is there already
+# kind = "worker"                    # without either: an engine of your own that comes by itself
 
 [settings]                           # deadlines and counts of the pair, all of them optional
 transfer = 600
@@ -68,6 +70,7 @@ class TrainerSpec:
     backend: str = "gloo"
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    restarts: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class InstanceSpec:
     backend: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    restarts: int = 3
 
     def record(self, url: str) -> dict[str, Any]:
         """What the gateway wants to know of it."""
@@ -133,7 +137,7 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
         raise InputError("'instance' is no list of tables: write [[instance]]")
     instances = tuple(_table(InstanceSpec, "[[instance]]", table) for table in document["instance"])
     for one in instances:
-        if bool(one.command) == bool(one.url):
+        if (one.command and one.url) or not (one.command or one.url or one.kind == "worker"):
             raise InputError(f"instance {one.name!r} wants a command or a url, one of them")
     names = [one.name for one in instances]
     if len(set(names)) < len(names):

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weightcast.cluster.ray_actors import EngineActor, RankActor, spawn
+from weightcast.cluster.ray_actors import EngineActor, Launch, RankActor, spawn
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.machines import Trainers
 from weightcast.demo.processes import Server, server_command, server_environment
@@ -59,7 +59,7 @@ class RayMachines:
         self._stack.callback(_stop, actor)
         command = server_command(spec, self._config, self._model, "{python}", "{host}", "{port}")
         environment = server_environment(spec, self._token)
-        return _RayServer(spec, ray.get(actor.start.remote(command, environment, str(log), "/health")), log, actor)
+        return _RayServer(spec, ray.get(actor.start.remote(Launch(command, environment, str(log)))), log, actor)
 
     def start_trainers(self, url: str) -> Trainers:
         import ray

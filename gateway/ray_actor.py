@@ -3,9 +3,8 @@
     gateway = start_gateway(state="/shared/weightcast.db")      # on any node of a Ray cluster
     worker = TrainerWorker("ray://weightcast", "main", source, rank=rank, world_size=world)
 
-The actor serves HTTP on its node, for engines and whoever is outside of Ray, and takes the same requests as calls of
-the actor: a client whose address is `ray://NAME` needs no address but the name, before and after the actor was started
-anew. Ray is imported when it is used.
+The actor serves HTTP on its node. A client whose address is `ray://NAME` needs no address but the name, before and
+after the actor was started anew: it asks Ray where the actor serves. Ray is imported when it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Iterable
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,10 @@ NAMESPACE = "weightcast"
 SCHEME = "ray"
 _RESTARTS = -1
 """Ray starts the gateway again as often as it dies."""
-_CALLS = 10_000
-"""Requests at a time; most are long polls."""
 _START = 60.0
 """Seconds for an actor to be placed and to serve."""
+_CONNECT = 5.0
+"""Seconds to reach an actor where it was last."""
 
 
 def actor_name(url: str) -> str:
@@ -54,7 +53,6 @@ class GatewayActor:
         self._ready = asyncio.Event()
         self._failure: BaseException | None = None
         self._url = ""
-        self._inner: httpx.AsyncClient | None = None
         self._serving = asyncio.get_event_loop().create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -87,34 +85,20 @@ class GatewayActor:
             server = uvicorn.Server(
                 uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="on")
             )
-            self._url = f"http://{address}:{port}"
-            # The application lives as long as the server; calls of the actor go to it without a socket.
-            transport = httpx.ASGITransport(app=app, client=("ray", 0))
-            self._inner = httpx.AsyncClient(transport=transport, base_url=self._url, timeout=None)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
+            if server.started:
+                self._url = f"http://{address}:{port}"
             self._ready.set()
             await serving
 
-    async def request(
-        self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """One request to the HTTP shell, without HTTP: status, headers and body of its answer."""
-        inner = await self._open()
-        response = await inner.request(method, path, headers=headers, content=body)
-        return response.status_code, response.headers.raw, response.content
-
     async def url(self) -> str:
         """Where the HTTP shell is, once it serves. Raises what kept it from serving."""
-        await self._open()
-        return self._url
-
-    async def _open(self) -> httpx.AsyncClient:
         await self._ready.wait()
-        if self._inner is None or self._failure is not None:
+        if not self._url or self._failure is not None:
             raise ControlError(f"the gateway's actor does not serve: {self._failure or 'it did not start'}")
-        return self._inner
+        return self._url
 
 
 def _listener(address: str, port: int, state: Path | None) -> socket.socket:
@@ -159,7 +143,7 @@ def start_gateway(
         namespace=NAMESPACE,
         lifetime="detached" if detached else None,
         max_restarts=_RESTARTS,
-        max_concurrency=_CALLS,
+        max_task_retries=_RESTARTS,  # who asks where it is while it starts again waits
         **{"num_cpus": 0, **(options or {})},
     )
     handle = actor.remote(given, str(state) if state else None, port, address)
@@ -174,13 +158,17 @@ def start_gateway(
 
 
 def stop_gateway(name: str = NAME) -> bool:
-    """Ends the actor for good; False if there is none."""
+    """Ends the actor for good; False if there is none. Returns when its name is free."""
     import ray
 
     handle = find_actor(name)
-    if handle is not None:
-        ray.kill(handle, no_restart=True)
-    return handle is not None
+    if handle is None:
+        return False
+    ray.kill(handle, no_restart=True)
+    until = time.monotonic() + _START
+    while find_actor(name) is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    return True
 
 
 def find_actor(name: str) -> Any:
@@ -204,35 +192,50 @@ def gateway_url(name: str = NAME) -> str:
 
 
 class RayTransport(httpx.BaseTransport):
-    """Carries a client's requests to a gateway's actor. A gateway that cannot be reached looks like one that refuses to
-    connect, so that clients wait for one that is being started again."""
+    """Carries a client's requests to a gateway's actor: asks Ray where it is, and then speaks HTTP, because calls of
+    the actor itself made a small update a fifth slower. A gateway that does not answer is looked for anew: it may be
+    started again elsewhere. One that Ray does not find looks like one that refuses to connect, so that clients wait.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._actor: Any = None
+        self._http = httpx.HTTPTransport(trust_env=False)
+        self._base: httpx.URL | None = None
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """One request. Raises httpx.ConnectError or httpx.ReadTimeout."""
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError
-
-        _in_cluster(self._name)
-        self._actor = self._actor or find_actor(self._name)
-        if self._actor is None:
-            raise httpx.ConnectError(f"there is no Ray actor {self._name!r} in namespace {NAMESPACE!r}")
-        timeout = request.extensions.get("timeout", {}).get("read")
-        asked = self._actor.request.remote(
-            request.method, str(request.url.raw_path, "ascii"), request.headers.raw, request.read()
+        """One request. Raises httpx.TransportError."""
+        base = self._base = self._base or self._found()
+        headers = request.headers.copy()
+        headers["Host"] = base.netloc.decode("ascii")
+        timeout = dict(request.extensions.get("timeout", {}))
+        timeout["connect"] = min(timeout.get("connect") or _CONNECT, _CONNECT)
+        there = httpx.Request(
+            request.method,
+            base.copy_with(raw_path=request.url.raw_path),
+            headers=headers,
+            stream=request.stream,
+            extensions={**request.extensions, "timeout": timeout},
         )
         try:
-            status, headers, body = ray.get(asked, timeout=timeout)
-        except GetTimeoutError as error:
-            ray.cancel(asked)
-            raise httpx.ReadTimeout(f"no answer within {timeout:g} s") from error
-        except RayError as error:
-            self._actor = None
+            return self._http.handle_request(there)
+        except httpx.TransportError:
+            self._base = None
+            raise
+
+    def _found(self) -> httpx.URL:
+        import ray
+
+        _in_cluster(self._name)
+        actor = find_actor(self._name)
+        if actor is None:
+            raise httpx.ConnectError(f"there is no Ray actor {self._name!r} in namespace {NAMESPACE!r}")
+        try:
+            return httpx.URL(ray.get(actor.url.remote(), timeout=_START))
+        except ray.exceptions.RayError as error:
             raise httpx.ConnectError(" ".join(str(error).split())[:300]) from error
-        return httpx.Response(status, headers=_plain(headers), content=body)
+
+    def close(self) -> None:
+        self._http.close()
 
 
 def _in_cluster(name: str) -> None:
@@ -245,8 +248,3 @@ def _in_cluster(name: str) -> None:
         except ConnectionError as error:
             reason = " ".join(str(error).split())[:200]
             raise ControlError(f"ray://{name}: there is no Ray cluster here ({reason}); set RAY_ADDRESS") from None
-
-
-def _plain(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without those that speak of a connection."""
-    return [(key, value) for key, value in headers if key.lower() not in (b"content-length", b"transfer-encoding")]

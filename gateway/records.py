@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.verify import DigestCounts
 from weightcast.transfer.verification import Verify
 
-__all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord"]
+__all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord", "as_json"]
 
 CommitPolicy = Literal["each", "all"]
 
@@ -53,6 +53,11 @@ class Order:
     reason: str = ""
     layers: tuple[int, ...] | None = None
     trainer: int = 0
+
+
+def as_json(order: Order) -> dict[str, Any]:
+    """An order's fields by name."""
+    return {name: getattr(order, name) for name in order.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

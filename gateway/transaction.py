@@ -229,11 +229,13 @@ class _Update:
         instance, senders = self._instance, self._pair.spec.trainer_world
 
         def missing() -> str:
-            late = absent(instance.sent, senders)
+            late = absent(instance.trainer_digests, senders)
             who = f"trainer ranks {late}" if late else "the engine"
             return f"instance {instance.name}: {who} did not finish the transfer"
 
-        await instance.until(lambda: len(instance.sent) == senders and call.done(), instance.settings.transfer, missing)
+        await instance.until(
+            lambda: call.done() and len(instance.trainer_digests) == senders, instance.settings.transfer, missing
+        )
         await call
 
     async def _verify(self) -> DigestCounts:

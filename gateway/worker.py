@@ -12,26 +12,19 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.client import GatewayClient, Registered
 from weightcast.gateway.digests import SharedDigests
+from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import Member, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
-from weightcast.transfer.errors import (
-    ControlError,
-    DeadlineError,
-    PairStateError,
-    StalePlanError,
-    UpdateError,
-    WeightcastError,
-)
+from weightcast.transfer.errors import PairStateError, StalePlanError, UpdateError, WeightcastError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
@@ -87,8 +80,6 @@ class TrainerWorker:
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
         self._digests = SharedDigests()
-        self._cursor: dict[str, int] = {}
-        self._boot = ""
         self._start, self._generation = "", 0
 
     def connect(self) -> None:
@@ -100,25 +91,33 @@ class TrainerWorker:
         self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._start = uuid.uuid4().hex
-        self._register(self._layout)
+        registered = self._register(self._layout)
         if self._heartbeat is None:
             path = f"{self._pair}/trainer/{self._rank}"
             self._heartbeat = Heartbeat(self._url, self._token, path, self._start, self._waits.heartbeat)
-        # Orders for the trainer as it was before are passed over; new ones come when all ranks have registered.
-        self._boot = ""
         instances = self._client.pair_status(self._pair)["instances"]
-        self._cursor = {name: 0 for name, record in instances.items() if record["phase"] != "left"}
+        names = [name for name, record in instances.items() if record["phase"] != "left"]
         if self._rank == 0:
             self._client.start_connect(self._pair)
-        self._each(list(self._cursor), self._follow_connect)
+        self._feed(registered.first_order, registered.boot).follow(
+            names,
+            self._follow_connect,
+            lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
+        )
 
     def _describe(self) -> RankLayout:
         layout = self._source.describe()
         return share_memory(layout) if self._share == "in_place" else layout
 
-    def _register(self, layout: RankLayout) -> None:
+    def _register(self, layout: RankLayout) -> Registered:
+        """Orders for the trainer as it was before this are passed over."""
         report = report_of(layout, self._rank, self._world)
-        self._generation = self._client.register_trainer(self._pair, report, self._start)
+        registered = self._client.register_trainer(self._pair, report, self._start)
+        self._generation = registered.generation
+        return registered
+
+    def _feed(self, first_order: int, boot: str) -> OrderFeed:
+        return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
     def update(self, version: int) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided.
@@ -135,18 +134,22 @@ class TrainerWorker:
             )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
             self._rebind(layout)
-        if not self._client.offer(self._pair, self._rank, version):
+        boot = self._client.offer(self._pair, self._rank, version)
+        if boot is None:
             self._register(layout)  # the gateway was restarted
-            self._client.offer(self._pair, self._rank, version)
+            boot = self._client.offer(self._pair, self._rank, version) or ""
         deadline = time.monotonic() + self._waits.gateway
-        self._boot = ""
-        self._cursor = self._client.begun(self._pair, version, deadline)
-        for name in self._members.keys() - self._cursor.keys() if self._cursor else ():
-            self._members.pop(name).close()  # it has left
         self._digests.forget()
+        names, first_order = self._client.begun(self._pair, version, boot, deadline)
+        for name in self._members.keys() - set(names) if names else ():
+            self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
-        self._each(list(self._cursor), lambda name: self._follow_update(name, version, reports))
-        instances = self._client.result(self._pair, version, deadline)
+        self._feed(first_order, boot).follow(
+            names,
+            lambda name, take: self._follow_update(name, version, take, reports),
+            lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
+        )
+        instances = self._client.result(self._pair, version, deadline, boot)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failed:
             raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
@@ -169,41 +172,9 @@ class TrainerWorker:
         for member in self._members.values():
             member.rebind(layout)
 
-    def _each(self, names: list[str], work: Callable[[str], None]) -> None:
-        """Runs `work` for all instances at once, so that none waits for another; raises the first failure after all
-        ended.
-        """
-        if len(names) <= 1:
-            for name in names:
-                work(name)
-            return
-        with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
-            futures = [pool.submit(work, name) for name in names]
-        for future in futures:
-            future.result()
-
-    def _next(self, name: str, deadline: float) -> dict[str, Any]:
+    def _follow_connect(self, name: str, take: Callable[[], dict[str, Any]]) -> None:
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"trainer rank {self._rank}: no order for instance {name} within {self._waits.gateway:g} s"
-                )
-            found = self._client.orders(self._pair, name, self._cursor[name], min(POLL, left), self._boot)
-            if self._boot and found.boot != self._boot:
-                raise ControlError(
-                    f"trainer rank {self._rank}: the gateway was restarted while instance {name} was connected or "
-                    "updated; offer a greater version"
-                )
-            self._boot = found.boot
-            if found.orders:
-                self._cursor[name] += 1
-                return found.orders[0]
-
-    def _follow_connect(self, name: str) -> None:
-        deadline = time.monotonic() + self._waits.gateway
-        while True:
-            order = self._next(name, deadline)
+            order = take()
             if order["trainer"] < self._generation:
                 continue
             if order["action"] == "join":
@@ -242,30 +213,37 @@ class TrainerWorker:
         except WeightcastError as error:
             self._tell(name, epoch, error)
 
-    def _follow_update(self, name: str, version: int, reports: dict[str, TransferReport]) -> None:
-        deadline = time.monotonic() + self._waits.gateway
+    def _follow_update(
+        self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
+    ) -> None:
+        member, layout = self._members.get(name), self._layout
+        if member is not None and layout is not None:
+            # While the engine pauses and its ranks get ready.
+            self._digests.start(member.part, layout, version, self._labels(version))
         while True:
-            order = self._next(name, deadline)
+            order = take()
             if order["action"] == "join":
                 self._join(name, order["epoch"])
             elif order["action"] == "run" and order["version"] == version:
                 self._run(name, order, reports)
-            elif order["action"] == "end" and order["version"] == version:
+            elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
                 return
 
+    def _labels(self, version: int) -> dict[str, object]:
+        return {"pair": self._pair, "version": version}
+
     def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
-        """Sends this rank's part and digests what it holds; a failure is told to the gateway, which ends the update."""
+        """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
         epoch, version = order["epoch"], order["version"]
         try:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
-            labels = {"pair": self._pair, "version": version}
+            labels = self._labels(version)
             digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None:
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
-            self._client.transferred(self._pair, name, epoch, self._rank, version)
             digests = digesting.result()
             if executor is not None:
                 reports[name] = replace(reports[name], digest_seconds=digests.seconds)

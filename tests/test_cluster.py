@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gateway_support import running_gateway
 
+from weightcast.cluster.processes import running
 from weightcast.cluster.spec import read_spec
 from weightcast.gateway.client import GatewayClient
 from weightcast.transfer.errors import AuthorizationError, InputError, TransferError
@@ -19,6 +21,8 @@ from weightcast.transfer.errors import AuthorizationError, InputError, TransferE
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
 TOKEN = "a-token-for-the-cluster-tests"
+COMMAND = ("command =", "health =", "log =")
+"""What the file says of an engine that `up` is to start."""
 PARTS = Path(__file__).parent / "cluster_parts.py"
 
 SPEC = """
@@ -110,13 +114,54 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     assert "rollout-0: version 2, " in weightcast("update", "main", "--version", "2", "--ray", cluster)
     assert seen(tmp_path, 2) == "right"
 
+    ray.kill(ray.get_actor("main/trainer/1", namespace="weightcast"), no_restart=False)
+    assert "rollout-0: version 3, " in weightcast("update", "main", "--version", "3", "--ray", cluster)
+    assert seen(tmp_path, 3) == "right"
+
+    ray.kill(ray.get_actor("main/rollout-0", namespace="weightcast"), no_restart=False)
+    assert seen(tmp_path, updated_at_last(cluster, 4)) == "right"
+
     weightcast("down", str(file))
     assert actors() == {"bystander"}
     ray.kill(bystander)
 
 
+def updated_at_last(cluster: str, version: int) -> int:
+    """The first version, from one on, that an engine takes which is being started again."""
+    command = [sys.executable, "-m", "weightcast", "update", "main", "--ray", cluster, "--version"]
+    for tried in range(version, version + 10):
+        ran = subprocess.run([*command, str(tried)], capture_output=True, text=True, timeout=200, cwd="/", check=False)
+        if ran.returncode == 0:
+            return tried
+        assert "rollout-0" in ran.stderr
+        time.sleep(2.0)
+    raise AssertionError(ran.stderr)
+
+
 class Bystander:
     """Somebody else's actor."""
+
+
+@pytest.mark.slow
+def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with running_gateway() as (url, token):
+        monkeypatch.setenv("WEIGHTCAST_TOKEN", token)
+        text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+        text = text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"')
+        file = tmp_path / "cluster.toml"
+        file.write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith(COMMAND)))
+        outside = [sys.executable, str(PARTS), url, "main", "rollout-0", "0", "1", str(tmp_path)]
+        with running(outside, tmp_path / "engine.log", {}) as engine:
+            weightcast("up", str(file))
+            assert actors() == {"main/trainer/0", "main/trainer/1"}
+            assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+            assert seen(tmp_path, 1) == "right"
+            weightcast("down", str(file))
+            assert actors() == set()
+            assert engine.poll() is None
+        assert weightcast("status", "--gateway", url) == "no pairs\n"
 
 
 @pytest.mark.slow
@@ -161,7 +206,7 @@ def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Pa
         (("world_size = 1", "world_size = true"), "[[instance]]: world_size is True, expected a whole number"),
         (("entry =", "enter ="), "[trainer]: enter are not known; known are ranks, entry, checkpoint, backend"),
         (('entry = "cluster_parts:make_source"', ""), "[trainer] wants an entry or a checkpoint, one of them"),
-        (('health = ""', 'url = "http://a:1"'), "instance 'rollout-0' wants a command or a url, one of them"),
+        (('kind = "worker"', 'url = "http://a:1"'), "instance 'rollout-0' wants a command or a url, one of them"),
         (("silence = 20", "silence = -1"), "setting silence is -1"),
         (("[settings]", "[setting]"), "the file: setting are not known"),
         (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit 'some', expected a name, and 'each' or 'all'"),

@@ -97,6 +97,7 @@ def update(trainers: list[subprocess.Popen[str]], version: int) -> list[object]:
     return [heard(process) for process in trainers]
 
 
+@pytest.mark.cluster
 @pytest.mark.slow
 def test_a_link_cut_in_mid_update_fences_one_instance_and_the_next_update_repairs_it(hosts: tuple[Switch, Hosts]):
     net, on = hosts

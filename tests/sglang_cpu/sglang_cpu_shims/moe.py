@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 FORWARD = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
@@ -40,3 +42,9 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(FORWARD, skip_absent_experts, HookType.AROUND)
+    if not torch.cuda.is_available():
+        torch.cuda.set_device = _choose_nothing  # srt/ray/scheduler_actor.py calls it whatever the device is
+
+
+def _choose_nothing(device: object) -> None:
+    """There is none to choose."""
