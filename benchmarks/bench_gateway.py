@@ -46,6 +46,8 @@ class Connection:
         self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
 
     async def ask(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> tuple[int, bytes]:
+        if self._writer.is_closing() or self._reader.at_eof():
+            await self.open()
         head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
         self._writer.write(head.encode() + body)
         raw = await self._reader.readuntil(b"\r\n\r\n")
@@ -105,8 +107,9 @@ class Rank:
                     await self.c.poll(f"{here}/rendezvous")
                     await self.joined(here, f"{self.name} rank {self.rank}")
                 elif order["action"] == "prepare" and part is not None:
-                    await self.c.ask("POST", f"{here}/ranks/{self.rank}/ready", b'{"stale": "", "layers": []}')
-                    go = json.loads(await self.c.poll(f"{here}/go"))
+                    ready = f"{here}/ranks/{self.rank}/ready?wait={WAIT}"
+                    _, told = await self.c.ask("POST", ready, b'{"stale": "", "layers": []}')
+                    go = json.loads(told)
                     path = f"{here}/instance/{self.rank}/digests?version={go['version']}"
                     await self.c.ask("POST", path, digests_of(part, go["version"]), MSGPACK)
 
@@ -120,7 +123,7 @@ class Trainer:
     def __init__(self, make: Any, names: list[str], rank: int, world: int, rows: int) -> None:
         self.own: Connection = make()
         self.connections: dict[str, Connection] = {name: make() for name in names}
-        self.after = dict.fromkeys(names, 0)
+        self.after = 0
         self.parts: dict[str, RankPart] = {}
         self.rank, self.report = rank, report_of(rank, world, rows)
 
@@ -142,28 +145,29 @@ class Trainer:
             raise RuntimeError(failed[0])
 
     async def follow(self, last: str) -> None:
-        await asyncio.gather(*(self._follow(name, last) for name in self.connections))
-
-    async def _follow(self, name: str, last: str) -> None:
-        c, base = self.connections[name], f"/pairs/p/instances/{name}"
-        while True:
-            _, body = await c.ask("GET", f"{base}/orders?after={self.after[name]}&wait={WAIT}")
+        """One poll for all instances; what is to be done for each goes on beside it."""
+        left, doing = set(self.connections), set()
+        while left:
+            _, body = await self.own.ask("GET", f"/pairs/p/orders?after={self.after}&wait={WAIT}")
             for order in json.loads(body)["orders"]:
-                self.after[name] += 1
-                here = f"{base}/{order['epoch']}"
-                if order["action"] == "join":
-                    self.parts[name] = part = wire.decode_part(await c.poll(f"{here}/parts/trainer/{self.rank}"))
-                    if part.group_rank == 0:
-                        await c.ask("PUT", f"{here}/rendezvous", b'{"host": "127.0.0.1", "port": 29500}')
-                    body = json.dumps({"member": f"trainer rank {self.rank}"}).encode()
-                    await c.ask("POST", f"{here}/joined", body)
-                elif order["action"] == "run":
-                    where = f"{here}/trainer/{self.rank}"
-                    await c.ask("POST", f"{where}/transferred?version={order['version']}")
-                    report = digests_of(self.parts[name], order["version"])
-                    await c.ask("POST", f"{where}/digests?version={order['version']}", report, MSGPACK)
-                elif order["action"] == last:
-                    return
+                self.after += 1
+                doing.add(asyncio.create_task(self.obey(order)))
+                if order["action"] == last:
+                    left.discard(order["instance"])
+        await asyncio.gather(*doing)
+
+    async def obey(self, order: dict[str, Any]) -> None:
+        name = order["instance"]
+        c, here = self.connections[name], f"/pairs/p/instances/{name}/{order['epoch']}"
+        if order["action"] == "join":
+            self.parts[name] = part = wire.decode_part(await c.poll(f"{here}/parts/trainer/{self.rank}"))
+            if part.group_rank == 0:
+                await c.ask("PUT", f"{here}/rendezvous", b'{"host": "127.0.0.1", "port": 29500}')
+            body = json.dumps({"member": f"trainer rank {self.rank}"}).encode()
+            await c.ask("POST", f"{here}/joined", body)
+        elif order["action"] == "run":
+            path = f"{here}/trainer/{self.rank}/digests?version={order['version']}"
+            await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)
 
 
 async def play(arguments: argparse.Namespace, port: int, token: str, gateway: int) -> None:

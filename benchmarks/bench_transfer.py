@@ -5,8 +5,8 @@
 First table: each line moves the same bytes from one trainer process to one instance process over Gloo on the loopback
 device, by turns: the limit (one tensor, one send, one receive), ours, Awex's `batch_send_recv`. The best run of each
 counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
-former cannot exceed the latter. `sampled` and `full` are what digests on both sides add to the time. `extra` is the peak
-of memory that a process gained while it prepared and ran; the setting is 512 MiB.
+former cannot exceed the latter. `sampled` and `full` are what digests on both sides add to the time. `extra` is the
+peak of memory that a process gained while it prepared and ran; the setting is 512 MiB.
 
 Second table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
@@ -49,12 +49,19 @@ DTYPE = torch.bfloat16
 Layout = Callable[[int, bool], list[Piece]]
 
 
+def matrix(region_bytes: int) -> tuple[int, int]:
+    """A shape of so many bytes: wider for larger ones, as in models."""
+    elements = region_bytes // DTYPE.itemsize
+    width = min(4096, max(128, 1 << (elements.bit_length() // 2 + 1)))
+    return elements // width, width
+
+
 def separate(region_bytes: int) -> Layout:
     """Each region a tensor of its own on both sides: nothing to join."""
 
     def pieces(total: int, sending: bool) -> list[Piece]:
-        n = region_bytes // DTYPE.itemsize
-        return [Piece(f"t{i}", (n,), (0,), torch.full((n,), i % 251 if sending else 0, dtype=DTYPE))
+        shape = matrix(region_bytes)
+        return [Piece(f"t{i}", shape, (0, 0), torch.full(shape, i % 251 if sending else 0, dtype=DTYPE))
                 for i in range(total // region_bytes)]  # fmt: skip
 
     return pieces
@@ -64,12 +71,13 @@ def experts(region_bytes: int) -> Layout:
     """Parameters of 128 experts each, in the order of the checkpoint at the trainer and in another in the instance."""
 
     def pieces(total: int, sending: bool) -> list[Piece]:
-        n, found = region_bytes // DTYPE.itemsize, []
+        shape, found = matrix(region_bytes), []
         for layer in range(total // region_bytes // 128):
-            fused = torch.zeros(128, n, dtype=DTYPE)
+            fused = torch.zeros(128, *shape, dtype=DTYPE)
             for expert in range(128):
                 slot = expert if sending else expert * 37 % 128
-                found.append(Piece(f"layer.{layer}.expert.{expert}", (n,), (0,), fused[slot].fill_(expert * sending)))
+                view = fused[slot].fill_(expert * sending)
+                found.append(Piece(f"layer.{layer}.expert.{expert}", shape, (0, 0), view))
         return found
 
     return pieces
@@ -203,7 +211,8 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
             print(
                 f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / ours.wall / 1e9:>6.2f}     "
                 f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs:>7}     {beside:>11}"
-                f"{sampled.wall / ours.wall - 1:>+9.0%}{every.wall / ours.wall - 1:>+7.0%}{prepare:>8.2f} s{most >> 20:>5} MiB",
+                f"{sampled.wall / ours.wall - 1:>+9.0%}{every.wall / ours.wall - 1:>+7.0%}{prepare:>8.2f} s"
+                f"{most >> 20:>5} MiB",
                 flush=True,
             )
     torch.distributed.destroy_process_group()

@@ -131,7 +131,6 @@ def requests() -> list[Asked]:
         ("POST", f"{base}/failures", {"who": "trainer rank 0", "error": "TransferError", "message": "lost"}),
         ("POST", f"{base}/ranks/0/ready", {"stale": "", "layers": [0, 1]}),
         ("POST", f"{base}/ranks/0/moved", {"version": 1, "layers": [0]}),
-        ("POST", f"{base}/trainer/0/transferred?version=1", {}),
     ]
     asked = [
         Asked("POST", "/pairs/p/trainer/0/report", "start=a", MSGPACK, trainer),
@@ -144,6 +143,7 @@ def requests() -> list[Asked]:
         Asked("GET", "/pairs/p/updates/1/instances"),
         Asked("GET", "/pairs/p/instances/i/inspect", "text=true"),
         Asked("GET", "/pairs/p/instances/i/orders", "after=0&known=x"),
+        Asked("GET", "/pairs/p/orders", "after=0&known=x"),
         Asked("GET", f"{base}/parts/trainer/0"),
         Asked("GET", f"{base}/rendezvous"),
         Asked("GET", f"{base}/go"),

@@ -60,6 +60,13 @@ def add(commands: Commands) -> None:
         metavar="ADDRESS",
         help="as actors of the Ray cluster at ADDRESS, or of one on this machine that ends with the demo",
     )
+    parser.add_argument(
+        "--colocated",
+        nargs="?",
+        const="in_place",
+        choices=("in_place", "staged"),
+        help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer (staged)",
+    )
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=_run)
@@ -88,6 +95,7 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
         servers=servers,
         deadline=arguments.deadline,
         ray=arguments.ray,
+        share=arguments.colocated,
     )
 
 
@@ -132,7 +140,10 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
 
     from weightcast.demo.run import describe_server
 
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    columns = ["served as", "digests equal", "of slots", "replicas", "tokens equal", "changed", "|Δ logprob|", "update"]
+    if config.share is not None:
+        columns += ["sockets", "memory"]
+    console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     trainer = f"Megatron-Core trainer ranks, {config.megatron}" if config.megatron else "FSDP2 trainer ranks"
     console.print(f"{config.trainers} {trainer}; engines in {config.dtype}", markup=False)
     for server in config.servers:
@@ -140,9 +151,7 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("version", justify="right")
     table.add_column("instance")
-    for column in (
-        "served as", "digests equal", "of slots", "replicas", "tokens equal", "changed", "|Δ logprob|", "update",
-    ):  # fmt: skip
+    for column in columns:
         table.add_column(column, justify="right")
     for o in outcomes:
         v = o.verified
@@ -157,5 +166,6 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
             f"{o.changed}/{o.prompts}",
             f"{o.logprob_gap:.1e}",
             f"{o.seconds:.2f} s",
+            *([f"{o.sent} B", f"{o.shared} B"] if config.share is not None else []),
         )
     console.print(table)

@@ -72,6 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
             server_header=False,
             lifespan="on",
             timeout_graceful_shutdown=5,
+            timeout_keep_alive=75,
             ssl_certfile=arguments.tls_cert,
             ssl_keyfile=arguments.tls_key,
         )

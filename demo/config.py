@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.handles import Share
 from weightcast.transfer.placement import ExpertPlacement
 
 __all__ = ["LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
@@ -99,7 +100,7 @@ class DemoConfig:
 
     `megatron` None means FSDP2. `ray` is the address of a Ray cluster to run on, "local" for one made for it, None for
     plain processes. `prelude` is a Python file that each trainer process runs before anything of its
-    framework is imported.
+    framework is imported. `share` is what the trainer lends to the engines, which are then all on its host.
     """
 
     work: Path
@@ -114,6 +115,7 @@ class DemoConfig:
     new_tokens: int = 24
     deadline: float = 300.0
     ray: str | None = None
+    share: Share = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class VersionOutcome:
 
     `equal` and `changed` count prompts whose greedy tokens equal the trainer's and differ from the version before;
     `logprob_gap` is the mean absolute difference of the log-probabilities that trainer and engine give the engine's
-    tokens.
+    tokens. Of the bytes of its weights `sent` went through sockets, `shared` were read where the trainer has them.
     """
 
     version: int
@@ -134,6 +136,8 @@ class VersionOutcome:
     weight_version: str
     seconds: float
     verified: dict[str, Any] = field(default_factory=dict)
+    sent: int = 0
+    shared: int = 0
 
     def faults(self, config: DemoConfig) -> list[str]:
         """What is wrong with it; empty when all is proven.
@@ -154,6 +158,8 @@ class VersionOutcome:
             found.append(
                 f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}"
             )
+        if config.share is not None and (self.sent or not self.shared):
+            found.append(f"{self.sent} bytes went through sockets and {self.shared} through memory, expected all there")
         return [f"version {self.version} on {self.instance}: {text}" for text in found]
 
 

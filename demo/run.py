@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+from weightcast.demo.colocated import describe_step
 from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
 from weightcast.demo.machines import LocalMachines, Machines, Trainers
 from weightcast.demo.megatron_training import check_megatron
@@ -51,6 +52,8 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
             say(f"{server.spec.name} is up")
         _create_pair(config, url, token, servers)
         trainers = machines.start_trainers(url)
+        if config.share is not None:
+            trainers.send({server.spec.name: server.url for server in servers})
         return _follow(config, model, servers, trainers, say)
 
 
@@ -89,7 +92,10 @@ def _model(config: DemoConfig, say: Say) -> Path:
 
 
 def _create_pair(config: DemoConfig, url: str, token: str, servers: list[Server]) -> None:
-    instances = {s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size} for s in servers}
+    hold = config.share is not None  # the memory dance lets them go on
+    instances = {
+        s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size, "hold": hold} for s in servers
+    }
     deadlines = dict.fromkeys(("register", "join", "prepare", "transfer", "verify", "engine"), config.deadline)
     with GatewayClient(url, token) as client:
         client.create_pair("demo", config.trainers, instances, deadlines)
@@ -108,6 +114,8 @@ def _follow(
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
         faults += reference_faults(reference)
+        for step in reference.steps:
+            say(describe_step(step))
         say(
             f"version {version}: trained, loss {reference.loss:.3f}, transferred"
             if version
@@ -163,6 +171,8 @@ def _compare(
         weight_version=weight_version,
         seconds=float(record.get("seconds", time.monotonic() - begun)),
         verified=dict(record.get("verified") or {}),
+        sent=reference.moved[server.spec.name][0],
+        shared=reference.moved[server.spec.name][1],
     )
     return outcome, tokens
 

@@ -10,14 +10,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from weightcast.demo.colocated import DemoHooks, make_dance
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
 from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import make_training
 from weightcast.gateway.engines import one_line
+from weightcast.gateway.memory_dance import MemoryDance, StepReport
 from weightcast.transfer.errors import UpdateError, WeightcastError
+
+if TYPE_CHECKING:
+    from weightcast.gateway.worker import UpdateResult
 
 __all__ = ["Pipe", "Place", "Reference", "train"]
 
@@ -28,7 +33,8 @@ class Reference:
 
     `trainer_loss` and `reference_loss` are those of the trainer's own forward pass and of the model that made the
     tokens, on the same text. `result` is the gateway's record of the update for each instance; empty for version 0,
-    the checkpoint.
+    the checkpoint. `moved` are for each instance the bytes that all trainer ranks sent and lent to it. `steps` are
+    those of the memory dance, where there is one.
     """
 
     version: int
@@ -37,6 +43,8 @@ class Reference:
     reference_loss: float
     tokens: list[list[int]]
     result: dict[str, dict[str, Any]]
+    moved: dict[str, tuple[int, int]]
+    steps: list[StepReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -
     log-probabilities.
 
     All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
-    stand still.
+    stand still. With `config.share` rank 0 is first told where the engines are, which take part in the memory dance.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     rank = place.rank
@@ -106,7 +114,7 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
     import torch
     import torch.distributed as dist
 
-    from weightcast.gateway.worker import TrainerWorker
+    from weightcast.gateway.worker import TrainerWorker, UpdateResult
 
     torch.manual_seed(0)
     reference = ReferenceModel(folder)
@@ -122,19 +130,50 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
         world_size=config.trainers,
         address=place.address,
         deadline=config.deadline,
+        share=config.share,
     )
     worker.connect()
+    result = UpdateResult(0, {})
+
+    def update(version: int) -> None:
+        nonlocal result
+        result = worker.update(version)
+
+    def batch(version: int) -> torch.Tensor:
+        return batches[(version - 1) % PARTS]
+
+    hooks = DemoHooks(training, batch, config.steps, update, config.work / f"optimizer-{rank}.pt")
+    dance: MemoryDance | None = None
+    if config.share is not None:
+        engines = pipe.recv() if rank == 0 else dict.fromkeys((s.name for s in config.servers), url)
+        dance = make_dance(hooks, engines, rank, config.deadline)
     for version in range(config.versions + 1):
-        loss, result = 0.0, {}
-        if version > 0:
-            loss = training.optimize(batches[(version - 1) % PARTS], config.steps)
-            result = worker.update(version).instances
+        steps: list[StepReport] = []
+        if version > 0 and dance is not None:
+            steps = dance.run(version)
+        elif version > 0:
+            hooks.train(version)
+            update(version)
+        moved = _moved(result, config)
         training.gather(reference)
         trainer_loss = training.loss(batches[0])
         if rank == 0:
             tokens = reference.generate(prompts, config.new_tokens)
-            pipe.send(Reference(version, loss, trainer_loss, reference.loss(batches[0]), tokens, result))
+            losses = (hooks.loss, trainer_loss, reference.loss(batches[0]))
+            pipe.send(Reference(version, *losses, tokens, result.instances, moved, steps))
             while (asked := pipe.recv()) is not None:
                 pipe.send(reference.logprobs(prompts, asked))
         dist.barrier()
     worker.close()
+
+
+def _moved(result: UpdateResult, config: DemoConfig) -> dict[str, tuple[int, int]]:
+    """Bytes sent and lent to each instance, over all trainer ranks."""
+    import torch
+    import torch.distributed as dist
+
+    names = [server.name for server in config.servers]
+    mine = [result.transfers.get(name) for name in names]
+    counts = torch.tensor([(0, 0) if one is None else (one.bytes_sent, one.bytes_shared) for one in mine])
+    dist.all_reduce(counts)
+    return {name: (int(sent), int(shared)) for name, (sent, shared) in zip(names, counts.tolist(), strict=True)}

@@ -91,6 +91,22 @@ class FsdpTraining:
         dist.all_reduce(mean)
         return float(mean) / self._ranks
 
+    def offload_optimizer(self, file: Path) -> None:
+        """Drops gradients and moves the optimizer's states to a file."""
+        import torch
+
+        self._optimizer.zero_grad(set_to_none=True)
+        torch.save(self._optimizer.state_dict(), file)
+        self._optimizer.state.clear()
+
+    def load_optimizer(self, file: Path) -> None:
+        """Brings them back, if they were moved."""
+        import torch
+
+        if file.exists():
+            self._optimizer.load_state_dict(torch.load(file, weights_only=False))
+            file.unlink()
+
     def gather(self, reference: ReferenceModel) -> None:
         """By DTensor's own gather."""
         import torch

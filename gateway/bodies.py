@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
+from weightcast.transfer.verification import Verify
 
 __all__ = [
     "BeatBody",
@@ -39,6 +40,7 @@ class EngineBody(_Body):
     url: str = Field(default="", max_length=2048)
     pause: Literal["abort", "retract", "in_place"] = "abort"
     backend: Literal["gloo", "nccl"] = "gloo"
+    hold: bool = False
 
     def spec(self) -> EngineSpec:
         """The record of it."""
@@ -51,14 +53,16 @@ class PairBody(_Body):
     trainer_world: int = Field(ge=1, le=100_000)
     instances: dict[str, EngineBody] = Field(min_length=1, max_length=10_000)
     settings: dict[str, float] = Field(default_factory=dict, max_length=64)
-    bucket_bytes: int = Field(default=256 << 20, ge=1 << 10, le=1 << 40)
+    bucket_bytes: int = Field(default=512 << 20, ge=1 << 10, le=1 << 40)
     commit: Literal["each", "all"] = "each"
+    verify: Literal["full", "sampled", "off"] = "full"
 
     def spec(self, name: str) -> PairSpec:
         """The record of it. Raises InputError for settings that there are none of."""
         instances = {key: engine.spec() for key, engine in self.instances.items()}
         settings = Settings.given(self.settings)
-        return PairSpec(name, self.trainer_world, instances, settings, self.bucket_bytes, self.commit)
+        verify = Verify(self.verify)
+        return PairSpec(name, self.trainer_world, instances, settings, self.bucket_bytes, self.commit, verify)
 
 
 class RendezvousBody(_Body):

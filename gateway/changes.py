@@ -6,11 +6,38 @@ One event loop, no threads.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from weightcast.transfer.errors import DeadlineError
 
-__all__ = ["Changes", "Side"]
+__all__ = ["Changes", "Journal", "Side"]
+
+T = TypeVar("T")
+
+
+class Journal(Generic[T]):
+    """What happened, in order and numbered from 0; only the last `kept` entries are still there."""
+
+    def __init__(self, kept: int) -> None:
+        self._entries: deque[T] = deque(maxlen=kept)
+        self.count = 0
+
+    def add(self, entry: T) -> None:
+        """One more."""
+        self._entries.append(entry)
+        self.count += 1
+
+    @property
+    def entries(self) -> tuple[T, ...]:
+        """Those that are still there, oldest first."""
+        return tuple(self._entries)
+
+    def since(self, number: int) -> list[T]:
+        """Those from `number` on that are still there."""
+        new = self.count - number
+        return list(self._entries)[-new:] if new > 0 else []
 
 
 class Changes:

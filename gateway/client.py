@@ -116,12 +116,14 @@ class GatewayClient:
         settings: Mapping[str, float] | None = None,
         bucket_bytes: int | None = None,
         commit: str = "each",
+        verify: str = "full",
     ) -> None:
         """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
+        `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
-        body["commit"] = commit
+        body |= {"commit": commit, "verify": verify}
         if settings:
             body["settings"] = dict(settings)
         if bucket_bytes is not None:
@@ -168,11 +170,22 @@ class GatewayClient:
             self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version}).json()["offered"]
         )
 
-    def begun(self, pair: str, version: int, deadline: float) -> dict[str, int]:
-        """The instances of an update, and the number of the first order of each; waits for it to begin. Empty when the
-        update is over.
+    def begun(self, pair: str, version: int, deadline: float) -> tuple[list[str], int]:
+        """The instances of an update, and the number of the first order for it; waits for it to begin. No instances
+        when the update is over.
         """
-        return dict(self._poll(f"/pairs/{pair}/updates/{version}/instances", deadline, f"version {version}").json())
+        path = f"/pairs/{pair}/updates/{version}/instances"
+        found = self._poll(path, deadline, f"the beginning of version {version}").json()
+        return list(found["instances"]), int(found["first_order"])
+
+    def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
+        """Orders for all instances of a pair, each with its "instance"; else like `orders`."""
+        return self._orders(f"/pairs/{pair}/orders", after, wait, known)
+
+    def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
+        params = {"after": after, "wait": min(wait, POLL), "known": known}
+        answer = self._call("GET", path, params=params).json()
+        return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
 
     def result(self, pair: str, version: int, deadline: float) -> dict[str, dict[str, Any]]:
         """How the update ended on each instance; waits for it."""
@@ -183,12 +196,12 @@ class GatewayClient:
     def _base(self, pair: str, instance: str, epoch: int) -> str:
         return f"/pairs/{pair}/instances/{instance}/{epoch}"
 
-    def register_trainer(self, pair: str, report: RankReport, start: str = "") -> int:
-        """Registers a trainer rank; returns how often the trainer has started. `start`: `Pair.register_trainer`."""
+    def register_trainer(self, pair: str, report: RankReport, start: str = "") -> tuple[int, int]:
+        """Registers a trainer rank. `start` and the answer: `Pair.register_trainer`."""
         path = f"/pairs/{pair}/trainer/{report.rank}/report"
         content = wire.encode_report(report)
-        answer = self._call("POST", path, params={"start": start}, content=content, headers=_MSGPACK)
-        return int(answer.json()["generation"])
+        answer = self._call("POST", path, params={"start": start}, content=content, headers=_MSGPACK).json()
+        return int(answer["generation"]), int(answer["first_order"])
 
     def register_instance(
         self,
@@ -250,30 +263,33 @@ class GatewayClient:
 
         `known` is the start of the gateway that numbered them: another one answers at once, without orders.
         """
-        params = {"after": after, "wait": min(wait, POLL), "known": known}
-        answer = self._call("GET", f"/pairs/{pair}/instances/{instance}/orders", params=params).json()
-        return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
+        return self._orders(f"/pairs/{pair}/instances/{instance}/orders", after, wait, known)
 
-    def ready(self, pair: str, instance: str, epoch: int, rank: int, stale: str, layers: list[int] | None) -> None:
-        """Reports a rank's check before the transfer; see `Instance.ready`."""
+    def ready(
+        self,
+        pair: str,
+        instance: str,
+        epoch: int,
+        rank: int,
+        stale: str,
+        layers: list[int] | None,
+        deadline: float,
+    ) -> dict[str, Any]:
+        """Reports a rank's check before the transfer, see `Instance.ready`, and waits for what it is to do: an order
+        "run", or "end" when the update was called off.
+        """
+        base = self._base(pair, instance, epoch)
+        wait = max(0.0, min(POLL, deadline - time.monotonic()))
         body = {"stale": stale, "layers": layers}
-        self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/ready", json=body)
+        answer = self._call("POST", f"{base}/ranks/{rank}/ready", params={"wait": wait}, json=body)
+        if answer.status_code == httpx.codes.NO_CONTENT:
+            answer = self._poll(f"{base}/go", deadline, f"the go-ahead for {instance}")
+        return dict(answer.json())
 
     def moved(self, pair: str, instance: str, epoch: int, rank: int, version: int, layers: list[int]) -> None:
         """Reports layers whose placement changed during the transfer, in place of digests."""
         body = {"version": version, "layers": layers}
         self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/moved", json=body)
-
-    def go(self, pair: str, instance: str, epoch: int, deadline: float) -> dict[str, Any]:
-        """What a ready rank is to do: an order "run", or "end" when the update was called off."""
-        return dict(
-            self._poll(f"{self._base(pair, instance, epoch)}/go", deadline, f"the go-ahead for {instance}").json()
-        )
-
-    def transferred(self, pair: str, instance: str, epoch: int, rank: int, version: int) -> None:
-        """Says that a trainer rank has sent its part."""
-        path = f"{self._base(pair, instance, epoch)}/trainer/{rank}/transferred"
-        self._call("POST", path, params={"version": version})
 
     def digests(
         self, pair: str, instance: str, epoch: int, side: str, rank: int, version: int, report: DigestReport

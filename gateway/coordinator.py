@@ -116,7 +116,8 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
         hosts = Hosts.by_name(trainer.hosts, [layout.hosts for layout in layouts.values()])
         planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts)
         plan = await asyncio.to_thread(lambda: planned.plan)
-        parts = await asyncio.to_thread(PlanParts, plan, pair.spec.bucket_bytes)
+        share = pair.spec.bucket_bytes // max(1, len(pair.instances))
+        parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
     except WeightcastError as error:
         for name in layouts:
             await _connect_failed(pair, pair.instances[name], error)

@@ -33,7 +33,8 @@ class EngineSpec:
     `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run
     `InstanceWorker.serve` themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends
     them, "retract" computes them anew after the update, "in_place" goes on with the old KV cache, which then is not
-    flushed. `backend` is the transport of the instance's communicator.
+    flushed. `backend` is the transport of the instance's communicator. With `hold` the engine stays paused after a
+    commit: whoever gave its memory to a trainer lets it go on.
     """
 
     kind: Literal["sglang", "worker"]
@@ -41,6 +42,7 @@ class EngineSpec:
     url: str = ""
     pause: PauseMode = "abort"
     backend: Literal["gloo", "nccl"] = "gloo"
+    hold: bool = False
 
 
 class EngineDriver(Protocol):
@@ -180,6 +182,8 @@ class SGLangDriver:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def resume(self) -> None:
+        if self._spec.hold:
+            return
         await self._post("/continue_generation", done=("status", "ok"))
 
     async def disconnect(self, group: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from weightcast.gateway.changes import Side
+from weightcast.gateway.changes import Journal, Side
 from weightcast.gateway.engines import EngineSpec, make_driver
 from weightcast.gateway.merge import InstanceLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
@@ -64,8 +64,7 @@ class Instance(Side):
         self.identities: dict[int, str] = {}
         self.paused = self.leaving = False
         self.resend: set[int] | None = None
-        self._orders: deque[Order] = deque(maxlen=KEPT_ORDERS)
-        self._given = 0
+        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self.clear_epoch()
 
     def clear_epoch(self) -> None:
@@ -85,7 +84,6 @@ class Instance(Side):
     def clear_update(self) -> None:
         """Forgets what belongs to one pass through an update."""
         self.ready_ranks: set[int] = set()
-        self.sent: set[int] = set()
         self.stale = ""
         self.stale_layers: set[int] | None = set()
         self.moved: dict[int, tuple[int, ...]] = {}
@@ -282,7 +280,7 @@ class Instance(Side):
         def last() -> Order:
             # Of this epoch: the next one may have begun before this rank was woken. None at all: an earlier life of
             # the gateway gave them.
-            mine = (order for order in reversed(self._orders) if order.epoch == epoch)
+            mine = (order for order in reversed(self.orders.entries) if order.epoch == epoch)
             return next(mine, Order("end", epoch, reason=RESTARTED))
 
         def decided() -> bool:
@@ -290,14 +288,6 @@ class Instance(Side):
 
         await self.poll(decided, wait)
         return last() if decided() else None
-
-    async def transferred(self, epoch: int, rank: int, version: int) -> None:
-        """A trainer rank has sent its part of `version`."""
-        self.check_epoch(epoch)
-        self.check_target(version)
-        check_rank("trainer", rank, self.trainer_world, self.pair)
-        self.sent.add(rank)
-        await self.notify()
 
     async def report_moved(self, epoch: int, rank: int, version: int, layers: Collection[int]) -> None:
         """The placement of `layers` on a rank changed while `version` was transferred; in place of its digests."""
@@ -320,39 +310,15 @@ class Instance(Side):
 
     # What ranks are told
 
-    @property
-    def given(self) -> int:
-        """How many orders were given so far."""
-        return self._given
-
-    @property
-    def orders(self) -> tuple[Order, ...]:
-        """The last orders, oldest first."""
-        return tuple(self._orders)
-
-    def succeed(self, other: Instance) -> None:
-        """Goes on counting where an instance of this name has stopped: ranks may have followed it."""
-        self._orders, self._given = other._orders, other._given
-
     async def give(self, order: Order) -> None:
         """Appends an order for the ranks of the communicator."""
-        self._append(order)
+        self.orders.add(order)
         await self.notify()
-
-    def give_soon(self, order: Order) -> None:
-        """The same from where nothing can be awaited."""
-        self._append(order)
-        self.notify_soon()
-
-    def _append(self, order: Order) -> None:
-        self._orders.append(order)
-        self._given += 1
 
     async def orders_from(self, after: int, wait: float) -> list[Order]:
         """The orders from number `after` on; empty when there is none within `wait` seconds."""
-        await self.poll(lambda: self._given > after, wait)
-        known = list(self._orders)
-        return known[max(after - (self._given - len(known)), 0) :] if after < self._given else []
+        await self.poll(lambda: self.orders.count > after, wait)
+        return self.orders.since(after)
 
 
 def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.digests import digest_report
 from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
     Change,
@@ -21,7 +22,6 @@ from weightcast.gateway.membership import (
     Waits,
     changed_placement,
     check_unmoved,
-    digest_report,
     join,
     report_of,
 )
@@ -134,8 +134,8 @@ class InstanceWorker:
             member, change = self._joined(), self._change()
             layers = None if change.layers is None else list(change.layers)
             where = (self._pair, self._instance, self._epoch)
-            self._client.ready(*where, self._rank, change.text, layers)
-            order = self._client.go(*where, time.monotonic() + self._waits.gateway)
+            deadline = time.monotonic() + self._waits.gateway
+            order = self._client.ready(*where, self._rank, change.text, layers, deadline)
             if order["action"] != "run":
                 raise StalePlanError(f"the update was called off: {order['reason']}")
             executor = member.executor_for(order["layers"], self._described())
@@ -143,7 +143,8 @@ class InstanceWorker:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
             self.uncommitted, self._verified = True, None
             self._target = int(order["version"])
-            return executor.run(Deadline.after(self._waits.transfer))
+            labels = {"pair": self._pair, "version": self._target}
+            return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
             raise
         except BaseException as error:
@@ -166,8 +167,9 @@ class InstanceWorker:
             if change.text:
                 self._client.moved(*where, self._rank, target, list(change.layers))
                 return False
-            report = digest_report(self._joined().part, self._described())
-            self._client.digests(*where, "instance", self._rank, target, report)
+            labels = {"pair": self._pair, "instance": self._instance}
+            digests = digest_report(self._joined().part, self._described(), target, labels)
+            self._client.digests(*where, "instance", self._rank, target, digests.report)
             self._verified = target
             return True
         except BaseException as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -12,15 +12,15 @@ import numpy as np
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest import digest_rows
 from weightcast.transfer.errors import StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout, RankReport
+from weightcast.transfer.neighbours import Neighbours, find_neighbours
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
-from weightcast.transfer.wire import DigestReport
 
 __all__ = [
     "Change",
@@ -28,7 +28,6 @@ __all__ = [
     "Waits",
     "changed_placement",
     "check_unmoved",
-    "digest_report",
     "join",
     "only_layers",
     "report_of",
@@ -72,18 +71,25 @@ class Member:
     part: RankPart
     executor: Executor | None
     group: TorchGroup | None
+    neighbours: Neighbours = field(default_factory=Neighbours)
+
+    def rebind(self, layout: RankLayout) -> None:
+        """The same regions at new addresses."""
+        if self.group is not None:
+            self.executor = Executor(self.part, layout, self.group, self.neighbours)
 
     def executor_for(self, layers: Collection[int] | None, layout: RankLayout) -> Executor | None:
         """What runs the part; with `layers` the operations on the routed experts of these layers alone."""
         if layers is None or self.executor is None or self.group is None:
             return self.executor
-        return Executor(only_layers(self.part, layers), layout, self.group)
+        return Executor(only_layers(self.part, layers), layout, self.group, self.neighbours)
 
     def close(self) -> None:
         """Leaves the communicator."""
         if self.group is not None:
             self.group.close()
             self.group = self.executor = None
+        self.neighbours.close()
 
 
 def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
@@ -91,7 +97,7 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
     names = parse_names(part.tensors.names)
     wanted = np.isin(names.layer, list(layers)) & (names.expert != NONE)
     rows = np.flatnonzero(wanted[part.operations.tensor])
-    return replace(part, operations=part.operations.take(rows), wire_dtype=part.wire_dtype[rows])
+    return part.take(rows)
 
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
@@ -108,8 +114,12 @@ def join(
     backend: str,
     address: str,
     seconds: float,
+    share: Share = None,
 ) -> Member:
-    """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside."""
+    """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside.
+
+    `share` says what a trainer rank lends to ranks of its host.
+    """
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
     labels = member_labels(part)
@@ -130,19 +140,13 @@ def join(
         interface=address if backend == "gloo" else "",
     )
     try:
-        executor = Executor(part, layout, group)
+        neighbours = find_neighbours(group, part, layout, share, deadline)
+        executor = Executor(part, layout, group, neighbours)
     except WeightcastError:
         group.close()
         raise
     client.joined(pair, part.instance, epoch, labels[part.group_rank])
-    return Member(part, executor, group)
-
-
-def digest_report(part: RankPart, layout: RankLayout) -> DigestReport:
-    """Digests of this rank's own rows of a part, read from its live memory."""
-    rows = part.digests
-    values = digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype)
-    return DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, values)
+    return Member(part, executor, group, neighbours)
 
 
 def check_unmoved(layout: RankLayout) -> None:

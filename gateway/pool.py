@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -37,6 +38,8 @@ class Gateway:
         self.store = store or Store()
         self.pairs: dict[str, Pair] = {}
         self.metrics = Metrics(self.pairs)
+        # So that ranks see that the orders they have counted were given by another process.
+        self.boot = uuid.uuid4().hex
         self._tasks: set[asyncio.Task[object]] = set()
         self._connecting: dict[str, tuple[int, asyncio.Task[object]]] = {}
 

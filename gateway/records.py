@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.verify import DigestCounts
+from weightcast.transfer.verification import Verify
 
-__all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord"]
+__all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord", "as_json"]
 
 CommitPolicy = Literal["each", "all"]
 
@@ -19,15 +20,18 @@ class PairSpec:
     """One trainer of `trainer_world` ranks and the instances that it feeds at first.
 
     `commit` says who gets a version: "each" instance that has it verified, or "all" together or none: then nothing is
-    written before all are ready, and no instance serves the new version unless all have it.
+    written before all are ready, and no instance serves the new version unless all have it. `bucket_bytes` is the most
+    memory that a rank takes beside its parameters to pack and unpack, all instances that it feeds together. `verify` is
+    how much of each update is digested.
     """
 
     name: str
     trainer_world: int
     instances: dict[str, EngineSpec]
     settings: Settings = field(default_factory=Settings)
-    bucket_bytes: int = 256 << 20
+    bucket_bytes: int = 512 << 20
     commit: CommitPolicy = "each"
+    verify: Verify = Verify.FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,11 @@ class Order:
     reason: str = ""
     layers: tuple[int, ...] | None = None
     trainer: int = 0
+
+
+def as_json(order: Order) -> dict[str, Any]:
+    """An order's fields by name."""
+    return {name: getattr(order, name) for name in order.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
@@ -28,6 +27,7 @@ from weightcast.gateway.guard import MAX_BODY, MSGPACK
 from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.instance import Instance
 from weightcast.gateway.pool import Gateway
+from weightcast.gateway.records import as_json
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError
 
@@ -42,6 +42,9 @@ READ: list[str | Enum] = ["read"]
 WORKER: list[str | Enum] = ["worker"]
 OPERATOR: list[str | Enum] = ["operator"]
 
+EPOCH = "/pairs/{name}/instances/{instance}/{epoch}"
+"""Of what is asked for one epoch of an instance."""
+
 Side = Literal["trainer", "instance"]
 Wait = Annotated[float, Query(ge=0.0, le=MAX_POLL)]
 Version = Annotated[int, Query(ge=0, lt=1 << 62)]
@@ -50,12 +53,13 @@ T = TypeVar("T")
 
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Adds all routes."""
-    _health_routes(app, gateway)
-    _pair_routes(app, gateway)
-    _instance_routes(app, gateway)
+    """Adds all routes, those that every rank asks in every update first: they are looked for in this order."""
+    _update_routes(app, gateway)
     _trainer_routes(app, gateway)
     _rank_routes(app, gateway)
+    _instance_routes(app, gateway)
+    _pair_routes(app, gateway)
+    _health_routes(app, gateway)
 
 
 def _health_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -70,6 +74,50 @@ def _health_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", tags=READ)
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _update_routes(app: FastAPI, gateway: Gateway) -> None:
+    """What every rank asks in every update. Answers are made by hand: there are thousands of them a second."""
+
+    @app.get("/pairs/{name}/orders", tags=WORKER)
+    async def pair_orders(
+        name: str, after: Annotated[int, Query(ge=0)] = 0, wait: Wait = 0.0, known: Identity = ""
+    ) -> Response:
+        pair = gateway.pair(name)
+        new = await pair.orders_from(after, wait) if known in ("", gateway.boot) else []
+        return _orders([{"instance": instance, **as_json(order)} for instance, order in new], pair.orders.count)
+
+    @app.get("/pairs/{name}/instances/{instance}/orders", tags=WORKER)
+    async def orders(
+        name: str, instance: str, after: Annotated[int, Query(ge=0)] = 0, wait: Wait = 0.0, known: Identity = ""
+    ) -> Response:
+        found = gateway.pair(name).instance(instance)
+        new = await found.orders_from(after, wait) if known in ("", gateway.boot) else []
+        return _orders([as_json(order) for order in new], found.orders.count)
+
+    def _orders(orders: list[dict[str, Any]], count: int) -> Response:
+        return JSONResponse({"orders": orders, "boot": gateway.boot, "given": count})
+
+    @app.post(EPOCH + "/{side}/{rank}/digests", tags=WORKER)
+    async def digests(
+        name: str, instance: str, epoch: int, side: Side, rank: int, request: Request, version: Version
+    ) -> Response:
+        found = gateway.pair(name).instance(instance)
+        report = await _decoded(request, wire.decode_digests)
+        await found.report_digests(epoch, side, rank, version, report)
+        return JSONResponse({})
+
+    @app.post(EPOCH + "/ranks/{rank}/ready", tags=WORKER)
+    async def ready(name: str, instance: str, epoch: int, rank: int, body: ReadyBody, wait: Wait = 0.0) -> Response:
+        found = gateway.pair(name).instance(instance)
+        await found.ready(epoch, rank, " ".join(body.stale.split()), body.layers)
+        order = await found.go(epoch, wait)
+        return Response(status_code=204) if order is None else JSONResponse(as_json(order))
+
+    @app.get(EPOCH + "/go", tags=WORKER)
+    async def go(name: str, instance: str, epoch: int, wait: Wait = 0.0) -> Response:
+        order = await gateway.pair(name).instance(instance).go(epoch, wait)
+        return Response(status_code=204) if order is None else JSONResponse(as_json(order))
 
 
 def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -134,7 +182,8 @@ def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
     async def report(name: str, rank: int, request: Request, start: Identity = "") -> dict[str, Any]:
         pair = gateway.pair(name)
         found = await _decoded(request, wire.decode_report)
-        return {"registered": rank, "generation": await pair.register_trainer(rank, found, start)}
+        generation, first = await pair.register_trainer(rank, found, start)
+        return {"generation": generation, "first_order": first}
 
     @app.post("/pairs/{name}/trainer/{rank}/beat", tags=WORKER)
     async def beat(name: str, rank: int) -> dict[str, Any]:
@@ -148,26 +197,16 @@ def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/pairs/{name}/updates/{version}/instances", tags=WORKER)
     async def begun(name: str, version: int, wait: Wait = 0.0) -> Response:
         found = await gateway.pair(name).begun(version, wait)
-        return Response(status_code=204) if found is None else JSONResponse(found)
+        if found is None:
+            return Response(status_code=204)
+        return JSONResponse({"instances": found[0], "first_order": found[1]})
 
 
 def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
     """What the members of an instance's communicator ask."""
-    boot = uuid.uuid4().hex  # so that ranks see that the orders they have counted were given by another process
-    base = "/pairs/{name}/instances/{instance}/{epoch}"
 
     def at(name: str, instance: str) -> Instance:
         return gateway.pair(name).instance(instance)
-
-    @app.get("/pairs/{name}/instances/{instance}/orders", tags=WORKER)
-    async def orders(
-        name: str, instance: str, after: Annotated[int, Query(ge=0)] = 0, wait: Wait = 0.0, known: Identity = ""
-    ) -> dict[str, Any]:
-        found = at(name, instance)
-        if known not in ("", boot):
-            return {"orders": [], "boot": boot, "given": found.given}
-        new = await found.orders_from(after, wait)
-        return {"orders": [asdict(order) for order in new], "boot": boot, "given": found.given}
 
     @app.post("/pairs/{name}/instances/{instance}/ranks/{rank}/restarted", tags=WORKER)
     async def restarted(name: str, instance: str, rank: int) -> dict[str, Any]:
@@ -179,7 +218,7 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
         await at(name, instance).beat(rank, body.identity)
         return {}
 
-    @app.post(base + "/ranks/{rank}/report", tags=WORKER)
+    @app.post(EPOCH + "/ranks/{rank}/report", tags=WORKER)
     async def report(
         name: str,
         instance: str,
@@ -195,64 +234,40 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
         committed = await found.register(epoch, rank, body, identity, uncommitted, verified)
         return {"registered": rank, "committed": committed}
 
-    @app.get(base + "/parts/{side}/{rank}", tags=WORKER)
+    @app.get(EPOCH + "/parts/{side}/{rank}", tags=WORKER)
     async def part(name: str, instance: str, epoch: int, side: Side, rank: int, wait: Wait = 0.0) -> Response:
         found = await at(name, instance).part(epoch, side, rank, wait)
         if found is None:
             return Response(status_code=204)
         return Response(await asyncio.to_thread(wire.encode_part, found), media_type=MSGPACK)
 
-    @app.put(base + "/rendezvous", tags=WORKER)
+    @app.put(EPOCH + "/rendezvous", tags=WORKER)
     async def set_rendezvous(name: str, instance: str, epoch: int, body: RendezvousBody) -> dict[str, Any]:
         await at(name, instance).set_rendezvous(epoch, body.host, body.port)
         return {}
 
-    @app.get(base + "/rendezvous", tags=WORKER)
+    @app.get(EPOCH + "/rendezvous", tags=WORKER)
     async def rendezvous(name: str, instance: str, epoch: int, wait: Wait = 0.0) -> Response:
         found = await at(name, instance).rendezvous(epoch, wait)
         if found is None:
             return Response(status_code=204)
         return JSONResponse({"host": found[0], "port": found[1]})
 
-    @app.post(base + "/joined", tags=WORKER)
+    @app.post(EPOCH + "/joined", tags=WORKER)
     async def joined(name: str, instance: str, epoch: int, body: MemberBody) -> dict[str, Any]:
         await at(name, instance).join(epoch, body.member)
         return {}
 
-    @app.post(base + "/failures", tags=WORKER)
+    @app.post(EPOCH + "/failures", tags=WORKER)
     async def failures(name: str, instance: str, epoch: int, body: FailureBody) -> dict[str, Any]:
         kind = getattr(errors, body.error, None) if body.error in errors.__all__ else None
         message = " ".join(body.message.split())
         await at(name, instance).fail_rank(epoch, " ".join(body.who.split()), (kind or ControlError)(message))
         return {}
 
-    @app.post(base + "/ranks/{rank}/ready", tags=WORKER)
-    async def ready(name: str, instance: str, epoch: int, rank: int, body: ReadyBody) -> dict[str, Any]:
-        await at(name, instance).ready(epoch, rank, " ".join(body.stale.split()), body.layers)
-        return {}
-
-    @app.get(base + "/go", tags=WORKER)
-    async def go(name: str, instance: str, epoch: int, wait: Wait = 0.0) -> Response:
-        order = await at(name, instance).go(epoch, wait)
-        return Response(status_code=204) if order is None else JSONResponse(asdict(order))
-
-    @app.post(base + "/trainer/{rank}/transferred", tags=WORKER)
-    async def transferred(name: str, instance: str, epoch: int, rank: int, version: Version) -> dict[str, Any]:
-        await at(name, instance).transferred(epoch, rank, version)
-        return {}
-
-    @app.post(base + "/ranks/{rank}/moved", tags=WORKER)
+    @app.post(EPOCH + "/ranks/{rank}/moved", tags=WORKER)
     async def moved(name: str, instance: str, epoch: int, rank: int, body: MovedBody) -> dict[str, Any]:
         await at(name, instance).report_moved(epoch, rank, body.version, body.layers)
-        return {}
-
-    @app.post(base + "/{side}/{rank}/digests", tags=WORKER)
-    async def digests(
-        name: str, instance: str, epoch: int, side: Side, rank: int, request: Request, version: Version
-    ) -> dict[str, Any]:
-        found = at(name, instance)
-        report = await _decoded(request, wire.decode_digests)
-        await found.report_digests(epoch, side, rank, version, report)
         return {}
 
 

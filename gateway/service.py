@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.gateway.changes import Side
+from weightcast.gateway.changes import Journal, Side
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.instance import RESTARTED, Instance, absent, check_rank, check_report
 from weightcast.gateway.merge import TrainerLayout
@@ -30,6 +30,7 @@ __all__ = ["Pair", "as_weightcast_error", "check_name"]
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 MAX_INSTANCES = 10_000
 """How many names of instances a pair remembers, those that have left too."""
+KEPT_ORDERS = 10_000
 KEPT_RESULTS = 100
 """How many updates back a result can be asked for."""
 
@@ -71,8 +72,10 @@ class Pair(Side):
         self.results: dict[int, dict[str, UpdateRecord]] = {}
         self.busy = asyncio.Lock()
         self.generation = self.acting = 0
+        self.orders: Journal[tuple[str, Order]] = Journal(KEPT_ORDERS)
         self._starts: dict[int, str] = {}
-        self._under_way: tuple[int, dict[str, int]] | None = None
+        self._first_order = 0
+        self._under_way: tuple[int, tuple[str, ...], int] | None = None
 
     def instance(self, name: str) -> Instance:
         """Raises InputError naming the instances there are."""
@@ -93,12 +96,20 @@ class Pair(Side):
 
     async def give(self, instance: Instance, order: Order) -> None:
         """Gives an order to the ranks of an instance's communicator, for the trainer of the step under way."""
-        await instance.give(replace(order, trainer=self.acting))
+        order = replace(order, trainer=self.acting)
+        self.orders.add((instance.name, order))
+        await instance.give(order)
+        await self.notify()
+
+    async def orders_from(self, after: int, wait: float) -> list[tuple[str, Order]]:
+        """The orders of all instances from number `after` on; empty when there is none within `wait` seconds."""
+        await self.poll(lambda: self.orders.count > after, wait)
+        return self.orders.since(after)
 
     # The trainer
 
-    async def register_trainer(self, rank: int, report: RankReport, start: str = "") -> int:
-        """The report of a trainer rank; returns the generation that it belongs to.
+    async def register_trainer(self, rank: int, report: RankReport, start: str = "") -> tuple[int, int]:
+        """The report of a trainer rank; returns the generation that it belongs to and the number of its first order.
 
         `start` stands for one start of the rank, so that a report that arrives twice is one. A rank that starts again
         starts the trainer anew: all ranks register again, and a connect or update under way ends.
@@ -107,16 +118,17 @@ class Pair(Side):
         check_report("trainer", rank, self.spec.trainer_world, report, self.spec.name)
         known = rank in self.trainer_reports
         if known and start and self._starts.get(rank) == start:
-            return self.generation
+            return self.generation, self._first_order
         if known or not self.generation:
             self._new_generation(rank)
         self.trainer_reports[rank] = report
         self._starts[rank] = start
         await self.notify()
-        return self.generation
+        return self.generation, self._first_order
 
     def _new_generation(self, rank: int) -> None:
         self.generation += 1
+        self._first_order = self.orders.count
         self.trainer_reports.clear()
         self.trainer_layout = None
         self.forget()
@@ -194,21 +206,23 @@ class Pair(Side):
     async def begin(self, version: int) -> list[Instance]:
         """The instances that the update to `version` is for, from now on fixed."""
         members = self.present
-        self._under_way = (version, {i.name: i.given for i in members})
+        self._under_way = (version, tuple(i.name for i in members), self.orders.count)
         await self.notify()
         return members
 
-    async def begun(self, version: int, wait: float) -> dict[str, int] | None:
-        """The instances of the update to `version` and the number of the first order of each; None until it begins.
+    async def begun(self, version: int, wait: float) -> tuple[tuple[str, ...], int] | None:
+        """The instances of the update to `version`, and the number of the first order for it; None until it begins.
 
-        Empty when the update is over, or was refused before it began.
+        No instances when the update is over, or was refused before it began.
         """
 
-        def under_way() -> dict[str, int] | None:
-            return self._under_way[1] if self._under_way is not None and self._under_way[0] == version else None
+        def under_way() -> bool:
+            return self._under_way is not None and self._under_way[0] == version
 
-        await self.poll(lambda: under_way() is not None or version in self.results, wait)
-        return {} if version in self.results else under_way()
+        await self.poll(lambda: under_way() or version in self.results, wait)
+        if version in self.results:
+            return (), self.orders.count
+        return self._under_way[1:] if self._under_way is not None and under_way() else None
 
     def decide(self, version: int, records: dict[str, UpdateRecord]) -> None:
         """Ends the update under way: keeps how it ended, and takes offers again."""
@@ -237,7 +251,7 @@ class Pair(Side):
             raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
         joining = Instance(self.spec, name, spec, known.record if known else None, self.store)
         if known is not None:
-            joining.succeed(known)
+            joining.orders = known.orders  # ranks may have counted them
             joining.on(Event.REJOIN)
             joining.on(Event.DISTRUST, reason="it had left")
         await joining.save()
@@ -267,7 +281,11 @@ class Pair(Side):
                 instance.leaving = False
                 instance.on(Event.LEAVE)
                 self.planners = {names: p for names, p in self.planners.items() if instance.name not in names}
-                instance.give_soon(Order("left", instance.record.epoch, reason=str(instance.failure or "")))
+                left = Order("left", instance.record.epoch, reason=str(instance.failure or ""), trainer=self.generation)
+                self.orders.add((instance.name, left))
+                instance.orders.add(left)
+                instance.notify_soon()
+                self.notify_soon()
 
     @classmethod
     def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:
@@ -306,7 +324,7 @@ def _status(i: Instance) -> dict[str, Any]:
         "reason": i.record.reason or (i.silence() if i.silent else ""),
         "registered": sorted(i.reports),
         "silent": list(i.silent),
-        "orders": i.given,
+        "orders": i.orders.count,
         "world_size": i.world,
         "updates": [asdict(u) for u in i.updates],
     }

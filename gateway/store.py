@@ -19,6 +19,7 @@ from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import ControlError
+from weightcast.transfer.verification import Verify
 
 __all__ = ["SavedInstance", "Store"]
 
@@ -183,6 +184,7 @@ def _instance_of(pair: str, name: str, state: str) -> SavedInstance:
 
 def _pair_of(name: str, spec: str) -> PairSpec:
     found = json.loads(spec)
+    found["verify"] = Verify(found["verify"])
     found["settings"] = Settings(**found["settings"])
     found["instances"] = {key: EngineSpec(**engine) for key, engine in found["instances"].items()}
     return PairSpec(**found)

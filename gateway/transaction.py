@@ -33,6 +33,7 @@ from weightcast.transfer.errors import (
     VersionError,
     WeightcastError,
 )
+from weightcast.transfer.verification import Verify
 
 __all__ = ["update"]
 
@@ -228,11 +229,13 @@ class _Update:
         instance, senders = self._instance, self._pair.spec.trainer_world
 
         def missing() -> str:
-            late = absent(instance.sent, senders)
+            late = absent(instance.trainer_digests, senders)
             who = f"trainer ranks {late}" if late else "the engine"
             return f"instance {instance.name}: {who} did not finish the transfer"
 
-        await instance.until(lambda: len(instance.sent) == senders and call.done(), instance.settings.transfer, missing)
+        await instance.until(
+            lambda: call.done() and len(instance.trainer_digests) == senders, instance.settings.transfer, missing
+        )
         await call
 
     async def _verify(self) -> DigestCounts:
@@ -254,6 +257,8 @@ class _Update:
         plan, layout = instance.plan, instance.layout
         if plan is None or layout is None:
             raise PairStateError(f"instance {instance.name} has no plan")
+        if self._pair.spec.verify is Verify.OFF:
+            return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
         return await asyncio.to_thread(
             compare_digests, plan, instance.trainer_digests, instance.name, instance.digests, slots

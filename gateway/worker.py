@@ -12,27 +12,23 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.digests import SharedDigests
+from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import Member, Waits, digest_report, join, report_of
+from weightcast.gateway.membership import Member, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
-from weightcast.transfer.errors import (
-    ControlError,
-    DeadlineError,
-    PairStateError,
-    StalePlanError,
-    UpdateError,
-    WeightcastError,
-)
-from weightcast.transfer.executor import Executor, TransferReport
+from weightcast.transfer.errors import PairStateError, StalePlanError, UpdateError, WeightcastError
+from weightcast.transfer.executor import TransferReport
+from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
+from weightcast.transfer.transports.shared_memory import share_memory
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -54,7 +50,9 @@ class TrainerWorker:
     `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
     reached.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
-    unless given.
+    unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
+    are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
+    that resizes, offloads or pins its weights. Without it all bytes travel.
     """
 
     def __init__(
@@ -69,19 +67,19 @@ class TrainerWorker:
         backend: str = "gloo",
         address: str = "127.0.0.1",
         deadline: float | None = None,
+        share: Share = None,
     ) -> None:
         self._url, self._token = url, token
         self._client = GatewayClient(url, token)
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
-        self._source = source
+        self._source, self._share = source, share
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
         self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
-        self._cursor: dict[str, int] = {}
-        self._boot = ""
+        self._digests = SharedDigests()
         self._start, self._generation = "", 0
 
     def connect(self) -> None:
@@ -90,24 +88,35 @@ class TrainerWorker:
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
         on.
         """
-        self._layout = self._source.describe()
+        self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._start = uuid.uuid4().hex
-        self._register(self._layout)
+        first_order = self._register(self._layout)
         if self._heartbeat is None:
             path = f"{self._pair}/trainer/{self._rank}"
             self._heartbeat = Heartbeat(self._url, self._token, path, self._start, self._waits.heartbeat)
-        # Orders for the trainer as it was before are passed over; new ones come when all ranks have registered.
-        self._boot = ""
         instances = self._client.pair_status(self._pair)["instances"]
-        self._cursor = {name: 0 for name, record in instances.items() if record["phase"] != "left"}
+        names = [name for name, record in instances.items() if record["phase"] != "left"]
         if self._rank == 0:
             self._client.start_connect(self._pair)
-        self._each(list(self._cursor), self._follow_connect)
+        self._feed(first_order).follow(
+            names,
+            self._follow_connect,
+            lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
+        )
 
-    def _register(self, layout: RankLayout) -> None:
+    def _describe(self) -> RankLayout:
+        layout = self._source.describe()
+        return share_memory(layout) if self._share == "in_place" else layout
+
+    def _register(self, layout: RankLayout) -> int:
+        """Number of the first order for the trainer as it is now; those for it as it was before are passed over."""
         report = report_of(layout, self._rank, self._world)
-        self._generation = self._client.register_trainer(self._pair, report, self._start)
+        self._generation, first_order = self._client.register_trainer(self._pair, report, self._start)
+        return first_order
+
+    def _feed(self, first_order: int) -> OrderFeed:
+        return OrderFeed(self._client, self._pair, first_order, time.monotonic() + self._waits.gateway)
 
     def update(self, version: int) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided.
@@ -115,7 +124,7 @@ class TrainerWorker:
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
         layout is no longer the one it registered, and UpdateError naming each instance that did not commit and why.
         """
-        layout = self._source.describe()
+        layout = self._describe()
         if self._layout is None:
             raise PairStateError(f"trainer rank {self._rank}: update before connect")
         if layout.table.fingerprint != self._layout.table.fingerprint:
@@ -128,12 +137,16 @@ class TrainerWorker:
             self._register(layout)  # the gateway was restarted
             self._client.offer(self._pair, self._rank, version)
         deadline = time.monotonic() + self._waits.gateway
-        self._boot = ""
-        self._cursor = self._client.begun(self._pair, version, deadline)
-        for name in self._members.keys() - self._cursor.keys() if self._cursor else ():
+        self._digests.forget()
+        names, first_order = self._client.begun(self._pair, version, deadline)
+        for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
-        self._each(list(self._cursor), lambda name: self._follow_update(name, version, reports))
+        self._feed(first_order).follow(
+            names,
+            lambda name, take: self._follow_update(name, version, take, reports),
+            lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
+        )
         instances = self._client.result(self._pair, version, deadline)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failed:
@@ -148,50 +161,18 @@ class TrainerWorker:
         for member in self._members.values():
             member.close()
         self._members.clear()
+        self._digests.close()
         self._client.close()
 
     def _rebind(self, layout: RankLayout) -> None:
         """The same regions at new addresses: the plan holds, the executors get new views."""
         self._layout = layout
         for member in self._members.values():
-            if member.group is not None:
-                member.executor = Executor(member.part, layout, member.group)
+            member.rebind(layout)
 
-    def _each(self, names: list[str], work: Callable[[str], None]) -> None:
-        """Runs `work` for all instances at once, so that none waits for another; raises the first failure after all
-        ended.
-        """
-        if len(names) <= 1:
-            for name in names:
-                work(name)
-            return
-        with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
-            futures = [pool.submit(work, name) for name in names]
-        for future in futures:
-            future.result()
-
-    def _next(self, name: str, deadline: float) -> dict[str, Any]:
+    def _follow_connect(self, name: str, take: Callable[[], dict[str, Any]]) -> None:
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(
-                    f"trainer rank {self._rank}: no order for instance {name} within {self._waits.gateway:g} s"
-                )
-            found = self._client.orders(self._pair, name, self._cursor[name], min(POLL, left), self._boot)
-            if self._boot and found.boot != self._boot:
-                raise ControlError(
-                    f"trainer rank {self._rank}: the gateway was restarted while instance {name} was connected or "
-                    "updated; offer a greater version"
-                )
-            self._boot = found.boot
-            if found.orders:
-                self._cursor[name] += 1
-                return found.orders[0]
-
-    def _follow_connect(self, name: str) -> None:
-        deadline = time.monotonic() + self._waits.gateway
-        while True:
-            order = self._next(name, deadline)
+            order = take()
             if order["trainer"] < self._generation:
                 continue
             if order["action"] == "join":
@@ -217,37 +198,54 @@ class TrainerWorker:
                 self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
             )
             self._members[name] = join(
-                self._client, self._pair, epoch, part, layout, self._backend, self._address, self._waits.join
+                self._client,
+                self._pair,
+                epoch,
+                part,
+                layout,
+                self._backend,
+                self._address,
+                self._waits.join,
+                self._share,
             )
         except WeightcastError as error:
             self._tell(name, epoch, error)
 
-    def _follow_update(self, name: str, version: int, reports: dict[str, TransferReport]) -> None:
-        deadline = time.monotonic() + self._waits.gateway
+    def _follow_update(
+        self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
+    ) -> None:
+        member, layout = self._members.get(name), self._layout
+        if member is not None and layout is not None:
+            self._digests.start(member.part, layout, version, self._labels(version))  # while the engine pauses
         while True:
-            order = self._next(name, deadline)
+            order = take()
             if order["action"] == "join":
                 self._join(name, order["epoch"])
             elif order["action"] == "run" and order["version"] == version:
                 self._run(name, order, reports)
-            elif order["action"] == "end" and order["version"] == version:
+            elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
                 return
 
     def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
-        """Sends this rank's part and digests what it holds; a failure is told to the gateway, which ends the update."""
+        """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
         epoch, version = order["epoch"], order["version"]
         try:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
+            digesting = self._digests.start(member.part, layout, version, self._labels(version))
             if executor is not None:
-                reports[name] = executor.run(Deadline.after(self._waits.transfer))
-            self._client.transferred(self._pair, name, epoch, self._rank, version)
-            report = digest_report(member.part, layout)
-            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report)
+                reports[name] = executor.run(Deadline.after(self._waits.transfer), self._labels(version))
+            digests = digesting.result()
+            if executor is not None:
+                reports[name] = replace(reports[name], digest_seconds=digests.seconds)
+            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
         except WeightcastError as error:
             self._tell(name, epoch, error)
+
+    def _labels(self, version: int) -> dict[str, object]:
+        return {"pair": self._pair, "version": version}
 
     def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}

@@ -206,7 +206,6 @@ class Trainer:
 
     async def _send(self, name: str, epoch: int, version: int) -> None:
         instance = self.pair.instance(name)
-        await instance.transferred(epoch, self.rank, version)
         report = digests_of(self.parts[name], version)
         await instance.report_digests(epoch, "trainer", self.rank, version, report)
 

@@ -171,11 +171,11 @@ def _note_ends(worker: InstanceWorker, ended: list[int]) -> None:
 
 def _move_during_transfers(worker: InstanceWorker, engine: _Engine, left: dict[int, int]) -> None:
     """Makes the first `left[version]` transfers of a version run the mover in their middle."""
-    go, executor_for = worker._client.go, Member.executor_for
+    ready, executor_for = worker._client.ready, Member.executor_for
     armed: list[bool] = []
 
     def watching(*arguments: Any) -> dict[str, Any]:
-        order = go(*arguments)
+        order = ready(*arguments)
         if order["action"] == "run" and left.get(order["version"], 0):
             left[order["version"]] -= 1
             armed.append(True)
@@ -188,5 +188,5 @@ def _move_during_transfers(worker: InstanceWorker, engine: _Engine, left: dict[i
         armed.clear()
         return _MovingExecutor(executor, engine.move)
 
-    worker._client.go = watching  # type: ignore[method-assign]
+    worker._client.ready = watching  # type: ignore[method-assign]
     Member.executor_for = moving  # type: ignore[method-assign]

@@ -89,10 +89,10 @@ class SlotSink:
         return faults
 
 
-def create(url: str, pair: str, instances: dict[str, int], **settings: float) -> None:
+def create(url: str, pair: str, instances: dict[str, int], verify: str = "full", **settings: float) -> None:
     with GatewayClient(url) as client:
         specs = {name: {"kind": "worker", "world_size": world} for name, world in instances.items()}
-        client.create_pair(pair, 2, specs, settings)
+        client.create_pair(pair, 2, specs, settings, verify=verify)
 
 
 def error_of(error: WeightcastError) -> str:

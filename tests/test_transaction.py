@@ -220,7 +220,7 @@ def test_an_instance_leaves_and_comes_back_fenced() -> None:
         play = await connected(A, B)
         await play.pair.leave(B)
         assert play.state(B) == (Phase.LEFT, 1, False)
-        assert play.pair.instance(B).orders[-1].action == "left"
+        assert play.pair.instance(B).orders.entries[-1].action == "left"
         del play.engines[B]
         assert (await play.update(2)).committed
         assert list(play.pair.results[2]) == [A]
@@ -280,8 +280,6 @@ def test_what_comes_too_late_is_refused_with_both_numbers() -> None:
         part = play.engine.parts[0]
         with pytest.raises(VersionError, match="has version 1; version 1 is not newer"):
             await play.pair.offer(0, 1)
-        with pytest.raises(VersionError, match="is being updated to None, not to 1; it is too late"):
-            await play.engine.instance.transferred(1, 0, 1)
         report = Engine.digests(part, 1)
         with pytest.raises(VersionError, match="is being updated to None, not to 1; it is too late"):
             await play.engine.instance.report_digests(1, "instance", 0, 1, report)

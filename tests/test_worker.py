@@ -105,6 +105,15 @@ def test_a_flipped_bit_fences_and_the_next_update_repairs(gateway: str) -> None:
     assert found[2:] == [[[], []]] * 2 + [[[], [], []]]
 
 
+def test_without_verification_a_flipped_bit_is_served_and_nothing_is_called_verified(gateway: str) -> None:
+    pair_workers.create(gateway, "blind", {"rollout-0": 2}, verify="off")
+    roles = [*trainers([1, 2]), *ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2], corrupt=2, rank=1)]
+    found = run_ranks(pair_workers.play, 4, gateway, "blind", roles, timeout=100.0)
+    assert [said["rollout-0"]["verified"]["regions"] for said in found[0]] == [0, 0]
+    assert found[2] == [[], []]
+    assert len(found[3][1]) == 1
+
+
 def test_an_instance_that_lacks_an_expert_is_named(gateway: str) -> None:
     """Expert 3 is on no rank: its map says so by itself, and the trainer is told which tensors are on no rank."""
     pair_workers.create(gateway, "lacks", {"rollout-0": 1}, register=20.0)

@@ -43,6 +43,7 @@ from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
 from weightcast.transfer.residues import PRIME, DigestArray
+from weightcast.transfer.runs import gather_boxes
 from weightcast.transfer.verification import Sample
 
 __all__ = ["add", "digest", "digest_rows"]
@@ -110,9 +111,9 @@ def digest_rows(
     """(k,) digests of k boxes of a rank, as `digest(layout.box_view(...), offset, dtype)` gives them one by one.
 
     `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
-    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that lie alike in one storage, such as
-    the slots of an expert parameter, are digested together, and the device is waited for once. With a `sample` only
-    the elements in it count; such digests add up to the digest of the tensor's sample.
+    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that are alike, such as the slots
+    of an expert parameter or the same parameters of all layers, are digested together, and the device is waited for
+    once. With a `sample` only the elements in it count; such digests add up to the digest of the tensor's sample.
     """
     boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes, sample)
     found: list[tuple[IntArray, torch.Tensor]] = []
@@ -331,9 +332,13 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place."""
+    """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place.
+
+    `kind` numbers device and dtype of the bases.
+    """
 
     base: IntArray
+    kind: IntArray
     start: IntArray
     stride: IntArray
     offset: IntArray
@@ -361,15 +366,18 @@ class _Boxes:
             shape = pad_boxes(table.tensors.shape[table.tensor[rows]], width, 1)
             offset, size, step = sample.thin(shape, ndim, offset, size)
         start = memory.start[rows] + ((offset - pad_boxes(table.offset[rows], width, 0)) * stride).sum(axis=1)
-        return cls(memory.base[rows], start, stride * step, offset, step, size, ndim, dtypes)
+        kinds = list(dict.fromkeys((base.device, base.dtype) for base in memory.bases))
+        kind = np.array([kinds.index((base.device, base.dtype)) for base in memory.bases], dtype=np.int64)
+        base = memory.base[rows]
+        return cls(base, kind[base], start, stride * step, offset, step, size, ndim, dtypes)
 
     def alike(self) -> list[IntArray]:
-        """Groups of boxes that differ only in where they start and in dimensions of size 1; by start within a group."""
+        """Groups of boxes that differ only in where they lie and in dimensions of size 1; by place within a group."""
         plain = self.size == 1
-        columns = [self.base[:, None], self.dtype[:, None], self.size]
+        columns = [self.kind[:, None], self.dtype[:, None], self.size]
         columns += [np.where(plain, 0, column) for column in (self.stride, self.offset, self.step)]
         _, group = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
-        order = np.lexsort((self.start, group.ravel()))
+        order = np.lexsort((self.start, self.base, group.ravel()))
         return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
 
     def stacks(self, members: IntArray, limit: int) -> list[IntArray]:
@@ -378,11 +386,19 @@ class _Boxes:
         return [members[i : i + step] for i in range(0, len(members), step)]
 
     def stacked(self, layout: RankLayout, members: IntArray) -> torch.Tensor:
-        """(n, *size) the boxes as one tensor: a view where they are evenly spaced, else a copy."""
-        base = layout.memory.bases[int(self.base[members[0]])]
+        """(n, *size) the boxes as one tensor: a view where they are evenly spaced in one storage, else a copy."""
+        bases, held = layout.memory.bases, self.base[members]
         size, stride = self.size[members[0]].tolist(), self.stride[members[0]].tolist()
         starts = self.start[members]
         gaps = np.unique(np.diff(starts))
-        if len(gaps) <= 1:
-            return base.as_strided([len(members), *size], [int(gaps[0]) if len(gaps) else 0, *stride], int(starts[0]))
-        return torch.stack([base.as_strided(size, stride, int(start)) for start in starts])
+        first = bases[int(held[0])]
+        if len(gaps) <= 1 and (held == held[0]).all():
+            return first.as_strided([len(members), *size], [int(gaps[0]) if len(gaps) else 0, *stride], int(starts[0]))
+        if first.device.type == "cpu":
+            numbers, which = np.unique(held, return_inverse=True)
+            origin = np.array([bases[number].data_ptr() for number in numbers.tolist()], dtype=np.int64)
+            gathered = gather_boxes(origin[which] + starts * first.itemsize, size, stride, first.dtype)
+            if gathered is not None:
+                return gathered
+        each = zip(held.tolist(), starts.tolist(), strict=True)
+        return torch.stack([bases[base].as_strided(size, stride, start) for base, start in each])

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
+from weightcast.transfer.colocated import share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.messages import IN_FLIGHT
+from weightcast.transfer.neighbours import Neighbours
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.rounds import Schedule, make_schedule
 from weightcast.transfer.transports.base import Communicator, Exchange
@@ -39,7 +41,8 @@ class TransferReport:
     """What one run of one rank moved, and where its time went.
 
     `exchange_seconds` is time spent waiting for messages; what moves while this rank packs or unpacks does not count
-    there. `digest_seconds` is for whoever digests what the run moved.
+    there. `shared_seconds` is time spent reading in place, and waiting for those who do; `bytes_shared` were read so,
+    by this rank or from it. `digest_seconds` is for whoever digests what the run moved.
     """
 
     bytes_sent: int
@@ -52,6 +55,8 @@ class TransferReport:
     replicate_seconds: float
     seconds: float
     digest_seconds: float = 0.0
+    bytes_shared: int = 0
+    shared_seconds: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -59,7 +64,7 @@ class TransferReport:
         return {name: getattr(self, f"{name}_seconds") for name in (*_PHASES, "digest")}
 
 
-_PHASES = ("pack", "exchange", "unpack", "replicate")
+_PHASES = ("pack", "exchange", "unpack", "replicate", "shared")
 
 
 def member_labels(part: RankPart) -> tuple[str, ...]:
@@ -71,11 +76,15 @@ def member_labels(part: RankPart) -> tuple[str, ...]:
 class Executor:
     """One rank's part of the updates of one instance, over its live memory and the instance's communicator.
 
+    With `neighbours` boxes move through shared memory where both ends can.
+
     Raises StalePlanError when the part was planned for another table than `layout` has, PlanError for a part that does
     not fit the layout or the group.
     """
 
-    def __init__(self, part: RankPart, layout: RankLayout, group: Communicator) -> None:
+    def __init__(
+        self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours | None = None
+    ) -> None:
         if part.is_trainer and part.rank not in part.trainer_ranks:
             raise PlanError(
                 f"{part.instance}: trainer rank {part.rank} sends nothing to it and is no member of its group"
@@ -99,12 +108,13 @@ class Executor:
         }
         self._layout = layout
         self._group = group
-        self._schedule = make_schedule(part, layout, group.device)
+        self._shared = share(part, layout, group, neighbours or Neighbours(), member_labels(part))
+        self._schedule = make_schedule(self._shared.left, layout, group.device)
 
     @property
     def staging_bytes(self) -> int:
         """Memory this executor holds beside the parameters."""
-        return self._schedule.staging.nbytes
+        return self._schedule.staging.nbytes + self._shared.staging_bytes
 
     def run(self, deadline: Deadline, labels: Mapping[str, object] | None = None) -> TransferReport:
         """Moves this rank's boxes once. All members have to run, at about the same time.
@@ -113,7 +123,7 @@ class Executor:
         Raises StalePlanError when parameters were reallocated since the layout was made, DeadlineError and
         TransferError naming the member at fault. After any error the group is aborted and memory is partly written.
         """
-        watch = _Watch(self._schedule, self._label, {**(labels or {}), **self._where})
+        watch = _Watch(self._schedule, self._shared.nbytes, self._label, {**(labels or {}), **self._where})
         try:
             return self._run(deadline, watch)
         except BaseException as error:
@@ -130,6 +140,9 @@ class Executor:
                 "described; connect again to plan anew"
             )
         schedule = self._schedule
+        self._shared.begin(deadline)
+        watch.charge("shared")
+        watch.advance(self._shared.nbytes)
         under_way: deque[tuple[int, Exchange]] = deque()
         for number, step in enumerate(schedule.rounds):
             while under_way and (len(under_way) == IN_FLIGHT or under_way[0][0] < step.after):
@@ -139,6 +152,8 @@ class Executor:
             under_way.append((number, self._group.post(step.sends, step.receives)))
         while under_way:
             self._finish(*under_way.popleft(), deadline, watch)
+        self._shared.finish(deadline)
+        watch.charge("shared")
         schedule.replicate.run()
         if self._group.device.type == "cuda":
             torch.cuda.current_stream(self._group.device).synchronize()
@@ -163,10 +178,10 @@ class Executor:
 class _Watch:
     """Charges the time since the last charge to a phase, and says how far a run is."""
 
-    def __init__(self, schedule: Schedule, label: str, fields: Mapping[str, object]) -> None:
-        self._schedule, self._label, self._fields = schedule, label, fields
+    def __init__(self, schedule: Schedule, shared: int, label: str, fields: Mapping[str, object]) -> None:
+        self._schedule, self._shared, self._label, self._fields = schedule, shared, label, fields
         self._spent = dict.fromkeys(_PHASES, 0.0)
-        self._total, self._moved = sum(r.nbytes for r in schedule.rounds), 0
+        self._total, self._moved = shared + sum(r.nbytes for r in schedule.rounds), 0
         self._last = self._said = time.perf_counter()
 
     def charge(self, phase: str) -> None:
@@ -183,9 +198,14 @@ class _Watch:
     def report(self) -> TransferReport:
         s = self._schedule
         made = TransferReport(
-            s.bytes_sent, s.bytes_received, s.bytes_copied, len(s.rounds), *self._spent.values(),
-            sum(self._spent.values()),
-        )  # fmt: skip
+            bytes_sent=s.bytes_sent,
+            bytes_received=s.bytes_received,
+            bytes_copied=s.bytes_copied,
+            bytes_shared=self._shared,
+            rounds=len(s.rounds),
+            seconds=sum(self._spent.values()),
+            **{f"{phase}_seconds": seconds for phase, seconds in self._spent.items()},
+        )
         self._log(logging.INFO, f"moved {self._moved} bytes in {made.seconds:.3f} s")
         return made
 

@@ -20,7 +20,7 @@ from weightcast.transfer.strided import StridedCopies, join
 from weightcast.transfer.traffic import MEMORY, WIRE, Traffic, check_operations, find_traffic, in_memory
 from weightcast.transfer.transports.base import Message
 
-__all__ = ["Round", "Schedule", "make_schedule"]
+__all__ = ["Round", "Schedule", "make_rounds", "make_schedule", "place_messages"]
 
 _ALIGNMENT = 64
 
@@ -63,17 +63,17 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> S
     """
     check_operations(part, layout)
     traffic = find_traffic(part, layout, device)
-    staging_bytes, places = _place(traffic)
+    staging_bytes, places = place_messages(traffic)
     staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = _rounds(traffic, layout, staging, places, scratch)
+        rounds = make_rounds(traffic, layout, staging, places, scratch)
         replicate, bytes_copied = _replication(part, layout, scratch)
     sent, received = (int(traffic.nbytes[some].sum()) for some in (traffic.leaves, ~traffic.leaves))
     return Schedule(rounds, replicate, staging, sent, received, bytes_copied)
 
 
-def _place(traffic: Traffic) -> tuple[int, IntArray]:
+def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
     """Bytes of staging memory, and (m,) the first byte of each message in it.
 
     Round i and round i + IN_FLIGHT use the same part.
@@ -89,7 +89,7 @@ def _place(traffic: Traffic) -> tuple[int, IntArray]:
     return int(parts.sum()), place + (np.cumsum(parts) - parts)[traffic.round % IN_FLIGHT]
 
 
-def _rounds(
+def make_rounds(
     traffic: Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
 ) -> list[Round]:
     """The tensors of every round."""
@@ -110,8 +110,8 @@ def _rounds(
     unpacked = traffic.copies.take(~is_straight & ~leaves).turned()
     make_copies(unpacked, (tensors, bases), 0, [r.unpack for r in rounds], traffic.round[unpacked.group], scratch)
     # In each round, messages to one peer keep their order: both ends post them alike.
-    columns = (traffic.peer, traffic.leaves, traffic.round)
-    for tensor, peer, leaving, at in zip(tensors, *(c.tolist() for c in columns), strict=True):
+    ways = (traffic.peer.tolist(), traffic.leaves.tolist(), traffic.round.tolist())
+    for tensor, peer, leaving, at in zip(tensors, *ways, strict=True):
         # Bytes, so that every dtype travels over every backend.
         (rounds[at].sends if leaving else rounds[at].receives).append((peer, tensor.view(torch.uint8)))
         rounds[at].nbytes += tensor.nbytes

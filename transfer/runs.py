@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.strided import BoolArray, StridedCopies
 
-__all__ = ["SCRATCH_BYTES", "Runs", "Step", "find_runs", "make_steps"]
+__all__ = ["SCRATCH_BYTES", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
 
 SCRATCH_BYTES = 1 << 20
 """Memory for runs on their way between two places that are both scattered; fits a CPU's cache."""
@@ -31,6 +32,8 @@ _FEW = 16
 """A strided copy of at most so many runs is dearer as a call of its own."""
 _LONG_BYTES = 1 << 10
 """Runs of at least so many bytes are moved one by one however many a copy has: an index is 8 bytes."""
+_TWICE_BYTES = 1 << 14
+"""Runs of at least so many bytes scattered on both sides are cheaper as calls of their own than moved twice."""
 _WORTH_A_CALL = 3
 """Fewer runs of a length than this stay copies of their own."""
 
@@ -95,7 +98,8 @@ def make_steps(
     nbytes = runs.elements[:, None] * sizes[dtype]
     for low, high in _alike(runs, group, dtype, nbytes, packed):
         length = int(nbytes[low].max())
-        if high - low < _WORTH_A_CALL or length > SCRATCH_BYTES:
+        longest = SCRATCH_BYTES if packed is not None else _TWICE_BYTES - 1
+        if high - low < _WORTH_A_CALL or length > longest or not _fits(runs.address[low:high], length):
             continue
         taken[low:high] = True
         most = SCRATCH_BYTES // length
@@ -203,6 +207,26 @@ class _At:
 
     def array(self) -> np.ndarray[Any, Any]:
         return np.asarray(self)
+
+
+def gather_boxes(address: IntArray, size: list[int], stride: list[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """(n, *size) what lies at n addresses of a CPU's memory, each a box with those strides in elements, copied.
+
+    None where no window holds them all.
+    """
+    low, span, distance = _span(address)
+    extent = sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+    if (distance % dtype.itemsize).any() or not _fits(address, max(extent, prod(size)) * dtype.itemsize):
+        return None
+    steps = tuple(s * dtype.itemsize for s in (1, *stride))
+    item = "|u1" if dtype.itemsize == 1 else f"<i{dtype.itemsize}"
+    window = _At(low, (span // dtype.itemsize + 1, *size), item, steps).array()
+    return torch.from_numpy(window).index_select(0, torch.from_numpy(distance // dtype.itemsize)).view(dtype)
+
+
+def _fits(address: IntArray, nbytes: int) -> bool:
+    """Whether a window over these addresses has fewer bytes than can be counted, overlapping rows counted each."""
+    return (int(address.max()) - int(address.min()) + 1) * nbytes < 1 << 62
 
 
 def _span(address: IntArray) -> tuple[int, int, IntArray]:

@@ -100,8 +100,11 @@ def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
     return [(arrivals, ops.dst_region[arrivals]), (read, ops.src_region[read])]
 
 
-def find_traffic(part: RankPart, layout: RankLayout, device: torch.device) -> Traffic:
-    """Cuts the boxes that this rank exchanges with each peer and finds them in memory."""
+def find_traffic(part: RankPart, layout: RankLayout, device: torch.device, staged: bool = False) -> Traffic:
+    """Cuts the boxes that this rank exchanges with each peer and finds them in memory.
+
+    With `staged` no message is straight.
+    """
     ops, leaves = part.operations, _departures(part)
     trainers = len(part.trainer_ranks)
     sent = np.flatnonzero(ops.kind == Kind.SEND)
@@ -144,7 +147,7 @@ def find_traffic(part: RankPart, layout: RankLayout, device: torch.device) -> Tr
         )
     )
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
-    straight = _straight(copies, dtype, layout, device)
+    straight = np.zeros(len(dtype), dtype=bool) if staged else _straight(copies, dtype, layout, device)
     return Traffic(peers, leaving.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, straight)
 
 

@@ -1,0 +1,81 @@
+"""How a trainer rank follows the orders of all instances at once: one poll for all, and a thread for each instance."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.transfer.errors import ControlError, DeadlineError
+
+__all__ = ["Follow", "OrderFeed"]
+
+Order: TypeAlias = dict[str, Any]
+Follow: TypeAlias = Callable[[str, Callable[[], Order]], None]
+"""What is done for one instance, given its name and a call that waits for its next order."""
+
+
+class OrderFeed:
+    """The orders of a pair from number `after` on, for one connect or update, which is over by `deadline`."""
+
+    def __init__(self, client: GatewayClient, pair: str, after: int, deadline: float) -> None:
+        self._client, self._pair = client, pair
+        self._after, self._deadline = after, deadline
+        self._boot = ""
+
+    def follow(self, names: Collection[str], work: Follow, last: Callable[[Order], bool]) -> None:
+        """Does `work` for all instances at once, so that none waits for another, until each has had its `last` order.
+
+        Raises the first failure after all have ended; DeadlineError when an order does not come, ControlError when the
+        gateway was restarted.
+        """
+        if not names:
+            return
+        queues: dict[str, SimpleQueue[Order | BaseException]] = {name: SimpleQueue() for name in names}
+
+        def taker(name: str) -> Callable[[], Order]:
+            def take() -> Order:
+                found = queues[name].get()
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+
+            return take
+
+        with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
+            futures = [pool.submit(work, name, taker(name)) for name in names]
+            try:
+                self._deal(queues, last)
+            except BaseException as error:
+                for queue in queues.values():
+                    queue.put(error)
+                raise
+        for future in futures:
+            future.result()
+
+    def _deal(self, queues: dict[str, SimpleQueue[Order | BaseException]], last: Callable[[Order], bool]) -> None:
+        left = set(queues)
+        while left:
+            for order in self._next(left):
+                name = order["instance"]
+                if name in left:
+                    queues[name].put(order)
+                    if last(order):
+                        left.discard(name)
+
+    def _next(self, names: Collection[str]) -> list[Order]:
+        seconds = self._deadline - time.monotonic()
+        if seconds <= 0:
+            raise DeadlineError(f"pair {self._pair}: no order for {', '.join(sorted(names))} came in time")
+        found = self._client.pair_orders(self._pair, self._after, min(POLL, seconds), self._boot)
+        if self._boot and found.boot != self._boot:
+            raise ControlError(
+                f"pair {self._pair}: the gateway was restarted while {', '.join(sorted(names))} were connected or "
+                "updated; offer a greater version"
+            )
+        self._boot = found.boot
+        self._after += len(found.orders)
+        return found.orders

@@ -1,0 +1,282 @@
+"""What the processes of test_colocated.py do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from executor_workers import TRAINERS, Case, check, fill, group_of, three_instances
+from pair_workers import EXPERTS, ShardSource, SlotSink
+from part_support import make_parts
+from plain_support import Piece, describe_pieces
+
+from weightcast.gateway.instance_worker import InstanceWorker
+from weightcast.gateway.worker import TrainerWorker
+from weightcast.transfer import stages
+from weightcast.transfer.copying import CopyBatch
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import TransferError, UpdateError
+from weightcast.transfer.executor import Executor, member_labels
+from weightcast.transfer.handles import Share
+from weightcast.transfer.neighbours import Neighbours, Place, find_neighbours, meet_neighbours
+from weightcast.transfer.parts import PlanParts
+from weightcast.transfer.transports.shared_memory import share_memory
+from weightcast.transfer.transports.torch_group import TorchGroup
+
+SOON = 20.0
+LONG = 100.0
+
+
+def run_random_shared(
+    rank: int, world: int, _: int, port: int, trainer: int, hosts: str, seeds: Sequence[int]
+) -> tuple[int, int, int, int]:
+    """Two versions through every case, every second one staged.
+
+    Returns bytes checked, in messages, in place, and the most rounds of a case.
+    """
+    checked = messages = shared = rounds = 0
+    groups: dict[tuple[object, ...], tuple[TorchGroup, Neighbours]] = {}
+    for seed in seeds:
+        case = Case.make(seed, trainer, world - trainer)
+        part = case.trainer_parts[rank] if rank < trainer else case.parts[rank - trainer]
+        if part is None:
+            continue
+        layout = (case.source.layouts if part.is_trainer else case.target.layouts)[part.rank]
+        staged = bool(seed % 4 > 1)
+        if part.is_trainer and not staged:
+            layout = share_memory(layout)
+        key = (part.trainer_ranks, staged)
+        if key not in groups:
+            made = group_of(port, part.group_rank, member_labels(part), f"senders {key}")
+            groups[key] = made, meet_neighbours(made, part, Place(hosts[rank]), Deadline.after(SOON), staged)
+        executor = Executor(part, layout, *groups[key])
+        for version in (1, 2):
+            if part.is_trainer:
+                case.fill(part.rank, version)
+            report = executor.run(Deadline.after(SOON))
+            if not part.is_trainer:
+                checked += case.check(part.rank, version)
+            messages += report.bytes_received + report.bytes_sent
+            shared += report.bytes_shared
+            rounds = max(rounds, report.rounds)
+    for group, neighbours in groups.values():
+        neighbours.close()
+        group.close()
+    return checked, messages, shared, rounds
+
+
+# One side is killed in the middle
+
+
+def vector(rank: int, port: int, seconds: float) -> tuple[Executor, torch.Tensor]:
+    """Trainer rank 0 or rollout-0 rank 0 of a transfer of 1 MiB, joined."""
+    memory = torch.full((1 << 18,), float(1 - rank))
+    layout = describe_pieces([Piece("w", (1 << 18,), (0,), memory)])
+    other = describe_pieces([Piece("w", (1 << 18,), (0,), torch.zeros(1 << 18))])
+    sides = [layout.table, other.table] if rank == 0 else [other.table, layout.table]
+    (sender,), (receiver,) = make_parts(sides[:1], sides[1:], 1 << 20)
+    part = receiver if rank else sender
+    assert part is not None
+    group = group_of(port, part.group_rank, member_labels(part), "killed", seconds)
+    share: Share = None if rank else "in_place"
+    held = layout if rank else share_memory(layout)
+    neighbours = find_neighbours(group, part, held, share, Deadline.after(seconds))
+    return Executor(part, held, group, neighbours), memory
+
+
+def killing(pid: int) -> None:
+    """From now on the first copy of this process kills a process with SIGKILL."""
+    run = CopyBatch.run
+
+    def killed(batch: CopyBatch) -> None:
+        CopyBatch.run = run  # type: ignore[method-assign]
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        run(batch)
+
+    CopyBatch.run = killed  # type: ignore[method-assign]
+
+
+def doomed(rank: int, port: int, sees: Connection) -> None:
+    """The other side; a reader kills itself in the middle, a lender is killed by its reader."""
+    executor, _ = vector(rank, port, SOON)
+    sees.send(os.getpid())
+    if rank == 1:
+        killing(os.getpid())
+    executor.run(Deadline.after(SOON))
+    time.sleep(SOON)
+
+
+def survive(_: int, world: int, __: int, port: int, rank: int) -> tuple[float, str, list[float], list[str]]:
+    """Rank 0 lends or rank 1 reads, the other is killed in the middle: seconds, error, what was read, segments left."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=doomed, args=(1 - rank, port, theirs), daemon=True)
+    child.start()
+    executor, memory = vector(rank, port, SOON)
+    pid = ours.recv()
+    if rank == 1:
+        killing(pid)
+    start = time.monotonic()
+    try:
+        executor.run(Deadline.after(SOON))
+        said = "nothing was wrong"
+    except TransferError as error:
+        said = str(error)
+    seconds = time.monotonic() - start
+    child.join(SOON)
+    read = sorted(set(memory.tolist()))
+    del executor, memory
+    gc.collect()
+    return seconds, said, read, segments_of(pid) + segments_of(os.getpid())
+
+
+def segments_of(pid: int) -> list[str]:
+    """Shared memory of ours that a process still has."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return []
+    return [line for line in maps.splitlines() if "memfd:weightcast" in line]
+
+
+# A whole pair over many updates
+
+
+def rows_of(seed: int, version: int) -> list[int]:
+    """Some placement of four experts in six slots; now and then another one."""
+    rng = random.Random(seed * 1000 + version // 4)
+    row = [*range(EXPERTS), rng.randrange(EXPERTS), rng.randrange(EXPERTS)]
+    rng.shuffle(row)
+    return row
+
+
+def away_and_back(source: ShardSource, rng: random.Random, share: Share) -> None:
+    """What a trainer may do between updates: weights that go away and come back, at another place or at the same."""
+    if share == "staged":
+        for piece in source.pieces:
+            storage = piece.view.untyped_storage()
+            nbytes = storage.nbytes()
+            storage.resize_(0)
+            storage.resize_(nbytes)
+        return
+    for i in rng.sample(range(len(source.pieces)), rng.randint(1, len(source.pieces))):
+        source.pieces[i] = source.pieces[i]._replace(view=source.pieces[i].view.clone())
+
+
+def many_updates(
+    rank: int, _: int, __: int, url: str, pair: str, share: Share, count: int, seed: int
+) -> tuple[int, int, list[str], list[str]]:
+    """Two trainer and two instance ranks: bytes in messages and in place, faults, segments left at the end."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if rank < 2:
+        found = lend_often(rank, url, pair, share, count, random.Random(seed))
+    else:
+        found = read_often(rank - 2, url, pair, count, seed)
+    gc.collect()
+    return *found, segments_of(os.getpid())
+
+
+def lend_often(
+    rank: int, url: str, pair: str, share: Share, count: int, rng: random.Random
+) -> tuple[int, int, list[str]]:
+    source = ShardSource(rank)
+    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=LONG, share=share)
+    worker.connect()
+    sent = shared = 0
+    for version in range(1, count + 1):
+        if rng.random() < 0.5:
+            away_and_back(source, rng, share)
+        source.train(version)
+        for report in worker.update(version).transfers.values():
+            sent, shared = sent + report.bytes_sent, shared + report.bytes_shared
+    worker.close()
+    return sent, shared, []
+
+
+def read_often(rank: int, url: str, pair: str, count: int, seed: int) -> tuple[int, int, list[str]]:
+    sink = SlotSink(rank, 2, rows_of(seed, 0))
+    worker = InstanceWorker(url, pair, "rollout-0", sink, rank=rank, world_size=2, deadline=LONG)
+    faults: list[str] = []
+    for version in range(1, count + 1):
+        limit = time.monotonic() + LONG
+        while worker.serve(wait=5.0) != version:
+            if time.monotonic() > limit:
+                return 0, 0, [*faults, f"version {version} was not committed"]
+        faults += [f"version {version}: {fault}" for fault in sink.check(version)]
+        sink.row = rows_of(seed, version)
+    worker.close()
+    return 0, 0, faults
+
+
+def doomed_reader(url: str, pair: str) -> None:
+    """An instance of one rank that is killed in the middle of its second update."""
+    sink = SlotSink(0, 1, list(range(EXPERTS)))
+    worker = InstanceWorker(url, pair, "rollout-0", sink, rank=0, world_size=1, deadline=LONG)
+    while worker.serve(wait=5.0) != 1:
+        pass
+    killing(os.getpid())
+    while True:
+        worker.serve(wait=5.0)
+
+
+def lose_the_engine(rank: int, _: int, __: int, url: str, pair: str) -> list[str]:
+    """Ranks 0 and 1 train, rank 2 starts an engine that dies; what came of the updates."""
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if rank == 2:
+        child = multiprocessing.get_context("spawn").Process(target=doomed_reader, args=(url, pair), daemon=True)
+        child.start()
+        child.join(LONG)
+        return [f"engine ended with {child.exitcode}"]
+    source = ShardSource(rank)
+    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=LONG, share="in_place")
+    worker.connect()
+    said = []
+    for version in (1, 2):
+        source.train(version)
+        begun = time.monotonic()
+        try:
+            worker.update(version)
+            said.append("committed")
+        except UpdateError as error:
+            said.append(f"{time.monotonic() - begun < 20.0} {error}")
+    worker.close()
+    return said
+
+
+def run_relays(rank: int, world: int, _: int, port: int, hosts: str, seeds: Sequence[int]) -> tuple[int, int, int]:
+    """Two trainer ranks and an instance that passes boxes on. Returns bytes checked, lent, and sent by the instance."""
+    stages._WAVE_BYTES = 64
+    checked = shared = passed = 0
+    for seed in seeds:
+        source, (target,), shapes, plan, bucket = three_instances(seed, [world - TRAINERS])
+        made, own = PlanParts(plan, bucket), rank - TRAINERS
+        if rank < TRAINERS and rank not in made.trainer_ranks("rollout-0"):
+            continue
+        if rank < TRAINERS:
+            part, layout = made.trainer_part("rollout-0", rank), share_memory(source.layouts[rank])
+        else:
+            part, layout = made.instance_part("rollout-0", own), target.layouts[own]
+        group = group_of(port, part.group_rank, member_labels(part), f"relays {seed}")
+        executor = Executor(part, layout, group, meet_neighbours(group, part, Place(hosts[rank]), Deadline.after(SOON)))
+        for version in (1, 2):
+            if rank < TRAINERS:
+                fill(source, shapes, rank, version)
+            report = executor.run(Deadline.after(SOON))
+            if rank >= TRAINERS:
+                checked += check(target, source, shapes, own, version)
+                passed += report.bytes_sent
+                shared += report.bytes_shared
+        group.close()
+    return checked, shared, passed
