@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from weightcast.cluster.ray_actors import EngineActor, Launch, RankActor, spawn
+from weightcast.cluster.ray_actors import CONNECTED, EngineActor, Launch, RankActor, spawn
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
-from weightcast.cluster.trainer_rank import CONNECTED
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_actor import NAMESPACE, find_actor, gateway_url, start_gateway, stop_gateway
 from weightcast.transfer.errors import ControlError, EngineError, WeightcastError

@@ -23,8 +23,10 @@ from weightcast.cluster.tether import tethered
 from weightcast.gateway.ray_actor import NAMESPACE
 from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
-__all__ = ["EngineActor", "Launch", "RankActor", "spawn"]
+__all__ = ["CONNECTED", "EngineActor", "Launch", "RankActor", "spawn"]
 
+CONNECTED = "connected"
+"""What a trainer's rank speaks about first."""
 _RESTART = 1800.0
 """Seconds for an engine that is started again."""
 

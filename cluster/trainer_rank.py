@@ -7,15 +7,13 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from weightcast.adapters.plain import CheckpointSource
+from weightcast.cluster.ray_actors import CONNECTED
 from weightcast.cluster.spec import ClusterSpec, TrainerSpec
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.endpoints import Source
 from weightcast.transfer.errors import InputError, WeightcastError
 
-__all__ = ["CONNECTED", "serve"]
-
-CONNECTED = "connected"
-"""What a rank speaks about first."""
+__all__ = ["serve"]
 
 
 class Mailbox(Protocol):

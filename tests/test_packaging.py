@@ -24,6 +24,7 @@ NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs", "requirements", "sgl_k
 # Modules that may import torch when they are imported; every other module must work where torch is not installed.
 NEED_TORCH = (
     "weightcast.adapters",
+    "weightcast.cluster.trainer_rank",
     "weightcast.gateway.digests",
     "weightcast.gateway.instance_worker",
     "weightcast.gateway.membership",

@@ -185,7 +185,7 @@ class Borrower(_End):
         self._known: dict[int, int] = {}
         self._batches: dict[int, list[CopyBatch]] = {}
         self._rounds: dict[int, list[CopyBatch]] = {}
-        self._posted: list[Exchange] = []
+        self._read: dict[int, int] = {}
 
     @property
     def staging_bytes(self) -> int:
@@ -203,8 +203,7 @@ class Borrower(_End):
         posted = self._unpack(deadline)
         self._settle()
         _wait(posted, deadline)
-        # Lenders take this word in `finish`, when their messages to others are through: there it is waited for, too.
-        self._posted = [each for peer, generation in generations.items() for each in self._tell([peer], generation)]
+        self._read = generations
 
     def _unpack(self, deadline: Deadline) -> list[Exchange]:
         """Empties the buffers of those who lend one, round by round."""
@@ -220,10 +219,12 @@ class Borrower(_End):
 
     def finish(self, deadline: Deadline) -> None:
         """Returns when every lender has said that its memory lay still. Raises StalePlanError when one's did not."""
-        _wait(self._posted, deadline)
+        # Not earlier: a lender takes this word when its messages are through, and NCCL keeps what is posted in order.
+        posted = [each for peer, generation in self._read.items() for each in self._tell([peer], generation)]
         for peer, (word,) in self._hear(self._rows, 1, deadline):
             if word != _STILL:
                 raise StalePlanError(f"{self._labels[peer]}: its memory was moved or freed while it was read")
+        _wait(posted, deadline)
 
     def _learn(self, peer: int, generation: int, nbytes: int, deadline: Deadline) -> None:
         """Takes a new offer of a lender, opens what it speaks of, and prepares the copies."""

@@ -191,7 +191,7 @@ class _Watch:
 
     def advance(self, nbytes: int) -> None:
         self._moved += nbytes
-        if self._last - self._said >= _PROGRESS_SECONDS and self._moved < self._total:
+        if nbytes and self._last - self._said >= _PROGRESS_SECONDS and self._moved < self._total:
             self._said = self._last
             self._log(logging.INFO, f"moved {self._moved} of {self._total} bytes")
 
