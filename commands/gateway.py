@@ -70,6 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # else a guesser would choose the address that is throttled
             lifespan="on",
             timeout_graceful_shutdown=5,
             timeout_keep_alive=75,

@@ -68,12 +68,12 @@ class Changes:
         """Like `wait`, for long polls: False instead of an error when the time is over."""
         if ready():
             return True
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(ready), seconds)
-            except TimeoutError:
-                return False
-            return True
+        try:
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(ready)
+        except TimeoutError:
+            return False
+        return True
 
 
 class Side(Changes):
