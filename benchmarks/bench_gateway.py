@@ -110,6 +110,7 @@ class Rank:
                     ready = f"{here}/ranks/{self.rank}/ready?wait={WAIT}"
                     _, told = await self.c.ask("POST", ready, b'{"stale": "", "layers": []}')
                     go = json.loads(told)
+                    after = go["number"] + 1
                     path = f"{here}/instance/{self.rank}/digests?version={go['version']}"
                     await self.c.ask("POST", path, digests_of(part, go["version"]), MSGPACK)
 

@@ -61,19 +61,19 @@ class _Watched:
     def __init__(self, executor: Any, control: Control, flips: list[int]) -> None:
         self._executor, self._control, self._flips = executor, control, flips
 
-    def run(self, deadline: Any) -> Any:
+    def run(self, *arguments: Any) -> Any:
         executor, control = self._executor, self._control
         finish, group = executor._finish, executor._group
 
-        def stopping(*arguments: Any) -> None:
+        def stopping(*ended: Any) -> None:
             control.at("transfer")
-            finish(*arguments)
+            finish(*ended)
 
         executor._finish = stopping
         if self._flips:
             executor._group = _Flipping(group, self._flips.pop())
         try:
-            return executor.run(deadline)
+            return executor.run(*arguments)
         finally:
             executor._group = group
             del executor._finish

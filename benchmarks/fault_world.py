@@ -34,7 +34,7 @@ SETTINGS: dict[str, float] = {
     "engine": 6.0,
     "clean_up": 2.0,
     "heartbeat": 0.5,
-    "silence": 3.0,
+    "silence": 4.0,
     "outage": 10.0,
 }
 LONGEST = 45.0

@@ -23,7 +23,7 @@ from weightcast.transfer.layout import RankReport
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders"]
+__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
@@ -40,6 +40,14 @@ class Orders(NamedTuple):
     orders: list[dict[str, Any]]
     boot: str
     given: int
+
+
+class Registered(NamedTuple):
+    """How often the trainer has started, the number of its first order since, and the start of the gateway."""
+
+    generation: int
+    first_order: int
+    boot: str
 
 
 class GatewayClient:
@@ -96,13 +104,13 @@ class GatewayClient:
             return response
         raise _error_of(response, f"gateway {self.url}: {method} {path}")
 
-    def _poll(self, path: str, deadline: float, what: str) -> httpx.Response:
+    def _poll(self, path: str, deadline: float, what: str, **parameters: str) -> httpx.Response:
         """Long-polls until the answer is not 204. `deadline` is a `time.monotonic()`."""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"gateway {self.url}: {what} did not come in time")
-            response = self._call("GET", path, params={"wait": min(POLL, left)})
+            response = self._call("GET", path, params={"wait": min(POLL, left), **parameters})
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
 
@@ -162,20 +170,19 @@ class GatewayClient:
         """Makes the gateway connect the instances of a pair."""
         self._call("POST", f"/pairs/{pair}/connect")
 
-    def offer(self, pair: str, rank: int, version: int) -> bool:
-        """Says that a trainer rank is ready to send a version; the last rank's offer starts the update. False when the
-        gateway does not know the rank, as after a restart: register first.
+    def offer(self, pair: str, rank: int, version: int) -> str | None:
+        """Says that a trainer rank is ready to send a version; the first rank's offer starts the update. Returns which
+        start of the gateway has taken it; None when it does not know the rank, as after a restart: register first.
         """
-        return bool(
-            self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version}).json()["offered"]
-        )
+        answer = self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version}).json()
+        return str(answer["boot"]) if answer["offered"] else None
 
-    def begun(self, pair: str, version: int, deadline: float) -> tuple[list[str], int]:
+    def begun(self, pair: str, version: int, known: str, deadline: float) -> tuple[list[str], int]:
         """The instances of an update, and the number of the first order for it; waits for it to begin. No instances
-        when the update is over.
+        when the update is over. `known` is what `offer` has returned.
         """
         path = f"/pairs/{pair}/updates/{version}/instances"
-        found = self._poll(path, deadline, f"the beginning of version {version}").json()
+        found = self._poll(path, deadline, f"the beginning of version {version}", known=known).json()
         return list(found["instances"]), int(found["first_order"])
 
     def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
@@ -187,21 +194,22 @@ class GatewayClient:
         answer = self._call("GET", path, params=params).json()
         return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
 
-    def result(self, pair: str, version: int, deadline: float) -> dict[str, dict[str, Any]]:
+    def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
         """How the update ended on each instance; waits for it."""
-        return dict(self._poll(f"/pairs/{pair}/updates/{version}", deadline, f"the result of version {version}").json())
+        path, what = f"/pairs/{pair}/updates/{version}", f"the result of version {version}"
+        return dict(self._poll(path, deadline, what, known=known).json())
 
     # Single ranks
 
     def _base(self, pair: str, instance: str, epoch: int) -> str:
         return f"/pairs/{pair}/instances/{instance}/{epoch}"
 
-    def register_trainer(self, pair: str, report: RankReport, start: str = "") -> tuple[int, int]:
-        """Registers a trainer rank. `start` and the answer: `Pair.register_trainer`."""
+    def register_trainer(self, pair: str, report: RankReport, start: str = "") -> Registered:
+        """Registers a trainer rank. `start`: `Pair.register_trainer`."""
         path = f"/pairs/{pair}/trainer/{report.rank}/report"
         content = wire.encode_report(report)
         answer = self._call("POST", path, params={"start": start}, content=content, headers=_MSGPACK).json()
-        return int(answer["generation"]), int(answer["first_order"])
+        return Registered(int(answer["generation"]), int(answer["first_order"]), str(answer["boot"]))
 
     def register_instance(
         self,

@@ -19,12 +19,14 @@ Follow: TypeAlias = Callable[[str, Callable[[], Order]], None]
 
 
 class OrderFeed:
-    """The orders of a pair from number `after` on, for one connect or update, which is over by `deadline`."""
+    """The orders of a pair from number `after` on, for one connect or update, which is over by `deadline`.
 
-    def __init__(self, client: GatewayClient, pair: str, after: int, deadline: float) -> None:
+    `boot` is the start of the gateway that numbered them.
+    """
+
+    def __init__(self, client: GatewayClient, pair: str, after: int, boot: str, deadline: float) -> None:
         self._client, self._pair = client, pair
-        self._after, self._deadline = after, deadline
-        self._boot = ""
+        self._after, self._boot, self._deadline = after, boot, deadline
 
     def follow(self, names: Collection[str], work: Follow, last: Callable[[Order], bool]) -> None:
         """Does `work` for all instances at once, so that none waits for another, until each has had its `last` order.
@@ -71,11 +73,10 @@ class OrderFeed:
         if seconds <= 0:
             raise DeadlineError(f"pair {self._pair}: no order for {', '.join(sorted(names))} came in time")
         found = self._client.pair_orders(self._pair, self._after, min(POLL, seconds), self._boot)
-        if self._boot and found.boot != self._boot:
+        if found.boot != self._boot:
             raise ControlError(
                 f"pair {self._pair}: the gateway was restarted while {', '.join(sorted(names))} were connected or "
                 "updated; offer a greater version"
             )
-        self._boot = found.boot
         self._after += len(found.orders)
         return found.orders

@@ -273,18 +273,22 @@ class Instance(Side):
         self.ready_ranks.add(rank)
         await self.notify()
 
-    async def go(self, epoch: int, wait: float) -> Order | None:
-        """What a rank that reported ready is to do: the order "run", or "end" when the update was called off."""
+    async def go(self, epoch: int, wait: float) -> tuple[int, Order] | None:
+        """What a rank that reported ready is to do, and the number of that order: "run", or "end" when the update was
+        called off.
+        """
         self.check_epoch(epoch)
 
-        def last() -> Order:
+        def last() -> tuple[int, Order]:
             # Of this epoch: the next one may have begun before this rank was woken. None at all: an earlier life of
             # the gateway gave them.
-            mine = (order for order in reversed(self.orders.entries) if order.epoch == epoch)
-            return next(mine, Order("end", epoch, reason=RESTARTED))
+            entries = reversed(self.orders.entries)
+            mine = ((number, order) for number, order in enumerate(entries) if order.epoch == epoch)
+            back, order = next(mine, (-1, Order("end", epoch, reason=RESTARTED)))
+            return self.orders.count - 1 - back, order
 
         def decided() -> bool:
-            return last().action in ("run", "end", "failed", "left")
+            return last()[1].action in ("run", "end", "failed", "left")
 
         await self.poll(decided, wait)
         return last() if decided() else None

@@ -138,6 +138,8 @@ class InstanceWorker:
             order = self._client.ready(*where, self._rank, change.text, layers, deadline)
             if order["action"] != "run":
                 raise StalePlanError(f"the update was called off: {order['reason']}")
+            if self._cursor is not None:
+                self._cursor = int(order["number"]) + 1  # it need not be asked for
             executor = member.executor_for(order["layers"], self._described())
             if executor is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
@@ -190,8 +192,10 @@ class InstanceWorker:
             found = self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
             if found.boot != self._boot:
                 return self._meet_again(found.boot, found.given)
-            for order in found.orders:
-                self._cursor += 1
+            for number, order in enumerate(found.orders, found.given - len(found.orders)):
+                if number < self._cursor:
+                    continue
+                self._cursor = number + 1
                 self._obey(order)
                 if self._is_last(order):
                     return self._committed(order)

@@ -61,6 +61,11 @@ class Gateway:
             await _close_drivers(pair)
         self.store.close()
 
+    def check_boot(self, known: str) -> None:
+        """Raises ControlError for who asks about something that was begun in an earlier life of the gateway."""
+        if known not in ("", self.boot):
+            raise ControlError("the gateway was restarted in the meantime; what was under way is over, offer anew")
+
     def pair(self, name: str) -> Pair:
         """Raises InputError naming the pairs there are."""
         found = self.pairs.get(name)

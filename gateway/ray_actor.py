@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,17 @@ def start_gateway(
 
 
 def stop_gateway(name: str = NAME) -> bool:
-    """Ends the actor for good; False if there is none."""
+    """Ends the actor for good; False if there is none. Returns when its name is free."""
     import ray
 
     handle = find_actor(name)
-    if handle is not None:
-        ray.kill(handle, no_restart=True)
-    return handle is not None
+    if handle is None:
+        return False
+    ray.kill(handle, no_restart=True)
+    until = time.monotonic() + _START
+    while find_actor(name) is not None and time.monotonic() < until:
+        time.sleep(0.05)
+    return True
 
 
 def find_actor(name: str) -> Any:

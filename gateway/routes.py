@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -20,41 +19,30 @@ from weightcast.gateway.bodies import (
     MovedBody,
     OfferBody,
     PairBody,
-    ReadyBody,
     RendezvousBody,
 )
-from weightcast.gateway.guard import MAX_BODY, MSGPACK
+from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.hot import EPOCH, MAX_POLL, add_hot_routes, decoded
 from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.instance import Instance
 from weightcast.gateway.pool import Gateway
-from weightcast.gateway.records import as_json
 from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError
 
 __all__ = ["add_routes"]
 
-MAX_POLL = 30.0
-"""Longest long poll in seconds; clients ask again."""
-LARGE_BODY = 256 << 10
-"""Bodies above so many bytes are decoded beside the event loop."""
-
 READ: list[str | Enum] = ["read"]
 WORKER: list[str | Enum] = ["worker"]
 OPERATOR: list[str | Enum] = ["operator"]
 
-EPOCH = "/pairs/{name}/instances/{instance}/{epoch}"
-"""Of what is asked for one epoch of an instance."""
-
 Side = Literal["trainer", "instance"]
 Wait = Annotated[float, Query(ge=0.0, le=MAX_POLL)]
-Version = Annotated[int, Query(ge=0, lt=1 << 62)]
 Identity = Annotated[str, Query(max_length=64)]
-T = TypeVar("T")
 
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
     """Adds all routes, those that every rank asks in every update first: they are looked for in this order."""
-    _update_routes(app, gateway)
+    add_hot_routes(app, gateway)
     _trainer_routes(app, gateway)
     _rank_routes(app, gateway)
     _instance_routes(app, gateway)
@@ -74,50 +62,6 @@ def _health_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", tags=READ)
     async def metrics() -> Response:
         return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _update_routes(app: FastAPI, gateway: Gateway) -> None:
-    """What every rank asks in every update. Answers are made by hand: there are thousands of them a second."""
-
-    @app.get("/pairs/{name}/orders", tags=WORKER)
-    async def pair_orders(
-        name: str, after: Annotated[int, Query(ge=0)] = 0, wait: Wait = 0.0, known: Identity = ""
-    ) -> Response:
-        pair = gateway.pair(name)
-        new = await pair.orders_from(after, wait) if known in ("", gateway.boot) else []
-        return _orders([{"instance": instance, **as_json(order)} for instance, order in new], pair.orders.count)
-
-    @app.get("/pairs/{name}/instances/{instance}/orders", tags=WORKER)
-    async def orders(
-        name: str, instance: str, after: Annotated[int, Query(ge=0)] = 0, wait: Wait = 0.0, known: Identity = ""
-    ) -> Response:
-        found = gateway.pair(name).instance(instance)
-        new = await found.orders_from(after, wait) if known in ("", gateway.boot) else []
-        return _orders([as_json(order) for order in new], found.orders.count)
-
-    def _orders(orders: list[dict[str, Any]], count: int) -> Response:
-        return JSONResponse({"orders": orders, "boot": gateway.boot, "given": count})
-
-    @app.post(EPOCH + "/{side}/{rank}/digests", tags=WORKER)
-    async def digests(
-        name: str, instance: str, epoch: int, side: Side, rank: int, request: Request, version: Version
-    ) -> Response:
-        found = gateway.pair(name).instance(instance)
-        report = await _decoded(request, wire.decode_digests)
-        await found.report_digests(epoch, side, rank, version, report)
-        return JSONResponse({})
-
-    @app.post(EPOCH + "/ranks/{rank}/ready", tags=WORKER)
-    async def ready(name: str, instance: str, epoch: int, rank: int, body: ReadyBody, wait: Wait = 0.0) -> Response:
-        found = gateway.pair(name).instance(instance)
-        await found.ready(epoch, rank, " ".join(body.stale.split()), body.layers)
-        order = await found.go(epoch, wait)
-        return Response(status_code=204) if order is None else JSONResponse(as_json(order))
-
-    @app.get(EPOCH + "/go", tags=WORKER)
-    async def go(name: str, instance: str, epoch: int, wait: Wait = 0.0) -> Response:
-        order = await gateway.pair(name).instance(instance).go(epoch, wait)
-        return Response(status_code=204) if order is None else JSONResponse(as_json(order))
 
 
 def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -141,7 +85,8 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"deleted": name}
 
     @app.get("/pairs/{name}/updates/{version}", tags=READ)
-    async def result(name: str, version: int, wait: Wait = 0.0) -> Response:
+    async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
+        gateway.check_boot(known)
         pair = gateway.pair(name)
         if not await pair.poll(lambda: version in pair.results, wait):
             return Response(status_code=204)
@@ -181,9 +126,9 @@ def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/pairs/{name}/trainer/{rank}/report", tags=WORKER)
     async def report(name: str, rank: int, request: Request, start: Identity = "") -> dict[str, Any]:
         pair = gateway.pair(name)
-        found = await _decoded(request, wire.decode_report)
+        found = await decoded(request, wire.decode_report)
         generation, first = await pair.register_trainer(rank, found, start)
-        return {"generation": generation, "first_order": first}
+        return {"generation": generation, "first_order": first, "boot": gateway.boot}
 
     @app.post("/pairs/{name}/trainer/{rank}/beat", tags=WORKER)
     async def beat(name: str, rank: int) -> dict[str, Any]:
@@ -192,10 +137,11 @@ def _trainer_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/pairs/{name}/offers", tags=WORKER)
     async def offer(name: str, body: OfferBody) -> dict[str, Any]:
-        return {"offered": await gateway.offer(name, body.rank, body.version)}
+        return {"offered": await gateway.offer(name, body.rank, body.version), "boot": gateway.boot}
 
     @app.get("/pairs/{name}/updates/{version}/instances", tags=WORKER)
-    async def begun(name: str, version: int, wait: Wait = 0.0) -> Response:
+    async def begun(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
+        gateway.check_boot(known)
         found = await gateway.pair(name).begun(version, wait)
         if found is None:
             return Response(status_code=204)
@@ -230,7 +176,7 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
         verified: Annotated[int | None, Query(ge=0, lt=1 << 62)] = None,
     ) -> dict[str, Any]:
         found = at(name, instance)
-        body = await _decoded(request, wire.decode_report)
+        body = await decoded(request, wire.decode_report)
         committed = await found.register(epoch, rank, body, identity, uncommitted, verified)
         return {"registered": rank, "committed": committed}
 
@@ -269,11 +215,3 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
     async def moved(name: str, instance: str, epoch: int, rank: int, body: MovedBody) -> dict[str, Any]:
         await at(name, instance).report_moved(epoch, rank, body.version, body.layers)
         return {}
-
-
-async def _decoded(request: Request, decode: Callable[..., T]) -> T:
-    """The message in a body, whose length the guard has limited."""
-    body = await request.body()
-    if len(body) > LARGE_BODY:
-        return await asyncio.to_thread(decode, body, max_bytes=MAX_BODY)
-    return decode(body, max_bytes=MAX_BODY)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.client import GatewayClient, Registered
 from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
@@ -91,7 +91,7 @@ class TrainerWorker:
         self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._start = uuid.uuid4().hex
-        first_order = self._register(self._layout)
+        registered = self._register(self._layout)
         if self._heartbeat is None:
             path = f"{self._pair}/trainer/{self._rank}"
             self._heartbeat = Heartbeat(self._url, self._token, path, self._start, self._waits.heartbeat)
@@ -99,7 +99,7 @@ class TrainerWorker:
         names = [name for name, record in instances.items() if record["phase"] != "left"]
         if self._rank == 0:
             self._client.start_connect(self._pair)
-        self._feed(first_order).follow(
+        self._feed(registered.first_order, registered.boot).follow(
             names,
             self._follow_connect,
             lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
@@ -109,14 +109,15 @@ class TrainerWorker:
         layout = self._source.describe()
         return share_memory(layout) if self._share == "in_place" else layout
 
-    def _register(self, layout: RankLayout) -> int:
-        """Number of the first order for the trainer as it is now; those for it as it was before are passed over."""
+    def _register(self, layout: RankLayout) -> Registered:
+        """Orders for the trainer as it was before this are passed over."""
         report = report_of(layout, self._rank, self._world)
-        self._generation, first_order = self._client.register_trainer(self._pair, report, self._start)
-        return first_order
+        registered = self._client.register_trainer(self._pair, report, self._start)
+        self._generation = registered.generation
+        return registered
 
-    def _feed(self, first_order: int) -> OrderFeed:
-        return OrderFeed(self._client, self._pair, first_order, time.monotonic() + self._waits.gateway)
+    def _feed(self, first_order: int, boot: str) -> OrderFeed:
+        return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
     def update(self, version: int) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided.
@@ -133,21 +134,22 @@ class TrainerWorker:
             )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
             self._rebind(layout)
-        if not self._client.offer(self._pair, self._rank, version):
+        boot = self._client.offer(self._pair, self._rank, version)
+        if boot is None:
             self._register(layout)  # the gateway was restarted
-            self._client.offer(self._pair, self._rank, version)
+            boot = self._client.offer(self._pair, self._rank, version) or ""
         deadline = time.monotonic() + self._waits.gateway
         self._digests.forget()
-        names, first_order = self._client.begun(self._pair, version, deadline)
+        names, first_order = self._client.begun(self._pair, version, boot, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
-        self._feed(first_order).follow(
+        self._feed(first_order, boot).follow(
             names,
             lambda name, take: self._follow_update(name, version, take, reports),
             lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
         )
-        instances = self._client.result(self._pair, version, deadline)
+        instances = self._client.result(self._pair, version, deadline, boot)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failed:
             raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
@@ -216,7 +218,8 @@ class TrainerWorker:
     ) -> None:
         member, layout = self._members.get(name), self._layout
         if member is not None and layout is not None:
-            self._digests.start(member.part, layout, version, self._labels(version))  # while the engine pauses
+            # While the engine pauses and its ranks get ready.
+            self._digests.start(member.part, layout, version, self._labels(version))
         while True:
             order = take()
             if order["action"] == "join":
@@ -226,6 +229,9 @@ class TrainerWorker:
             elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
                 return
 
+    def _labels(self, version: int) -> dict[str, object]:
+        return {"pair": self._pair, "version": version}
+
     def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
         """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
@@ -234,18 +240,16 @@ class TrainerWorker:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
-            digesting = self._digests.start(member.part, layout, version, self._labels(version))
+            labels = self._labels(version)
+            digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None:
-                reports[name] = executor.run(Deadline.after(self._waits.transfer), self._labels(version))
+                reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
             digests = digesting.result()
             if executor is not None:
                 reports[name] = replace(reports[name], digest_seconds=digests.seconds)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
         except WeightcastError as error:
             self._tell(name, epoch, error)
-
-    def _labels(self, version: int) -> dict[str, object]:
-        return {"pair": self._pair, "version": version}
 
     def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}

@@ -122,8 +122,9 @@ class Engine:
             for rank in range(self.world):
                 changed = "a placement changed" if stale and rank == 0 else ""
                 await self.instance.ready(self.epoch, rank, changed, [0] if changed else [])
-            order = await self.instance.go(self.epoch, WAIT)
-            assert order is not None
+            told = await self.instance.go(self.epoch, WAIT)
+            assert told is not None
+            order = told[1]
             if order.action != "run":
                 raise EngineError(f"instance {self.name}: called off: {order.reason}")
             self.received = order.version

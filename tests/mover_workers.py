@@ -112,18 +112,18 @@ class _MovingExecutor:
     def __init__(self, executor: Executor, move: Any) -> None:
         self._executor, self._move = executor, move
 
-    def run(self, deadline: Any) -> Any:
+    def run(self, *arguments: Any) -> Any:
         finish, moved = self._executor._finish, []
 
-        def moving(*arguments: Any) -> None:
+        def moving(*ended: Any) -> None:
             if not moved:
                 moved.append(True)
                 self._move()
-            finish(*arguments)
+            finish(*ended)
 
         self._executor._finish = moving  # type: ignore[method-assign]
         try:
-            return self._executor.run(deadline)
+            return self._executor.run(*arguments)
         finally:
             del self._executor._finish
 

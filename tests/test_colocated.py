@@ -73,7 +73,7 @@ def test_many_updates_with_weights_that_go_away_and_maps_that_change(gateway: st
 
 
 def test_an_engine_that_is_killed_in_the_middle_is_fenced(gateway: str) -> None:
-    create(gateway, "killed", {"rollout-0": 1})
+    create(gateway, "killed", {"rollout-0": 1}, retries=0)
     first, second, engine = run_ranks(lose_the_engine, 3, gateway, "killed", timeout=150.0)
     assert engine == ["engine ended with -9"]
     for committed, lost in (first, second):

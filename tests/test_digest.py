@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spawn_support import run_ranks
 
 from weightcast.transfer import digest as module
 from weightcast.transfer.casting import settle_nan
@@ -229,6 +233,11 @@ def test_the_cast_of_a_parameter_needs_no_gradient() -> None:
 
 
 # ---- what it sees
+
+
+def test_all_patterns_of_true_are_told_apart_also_where_boxes_are_copied() -> None:
+    one, two = (torch.full((3, 4, 2), n, dtype=torch.uint8).view(torch.bool).transpose(0, 1) for n in (1, 2))
+    assert digest(one, (0, 0, 0)) != digest(two, (0, 0, 0))
 
 
 @settings(deadline=None)
@@ -475,6 +484,29 @@ def test_no_rows() -> None:
     none = np.empty(0, dtype=np.int64)
     boxes = np.empty((0, 2), dtype=np.int64)
     assert digest_rows(expert_layout(), none, boxes, boxes, none).shape == (0,)
+
+
+def interpreted_kernel(rank: int, world: int, _: int) -> None:
+    """Triton's interpreter runs a kernel without a device, when it is asked to before the kernel is made."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from weightcast.transfer.digest_kernel import row_sums
+
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        for rows, size in ((1, 1), (17, 300), (3, 256), (40, 9)):
+            limit = torch.iinfo(dtype)
+            words = torch.randint(limit.min, limit.max + 1, (rows, 2 * size), generator=generator).to(dtype)[:, ::2]
+            words[0, 0] = limit.min
+            constants = torch.randint(1, (1 << 24) + 1, (2, size), generator=generator)
+            found = (row_sums(words, constants) % PRIME).tolist()
+            assert found == [
+                [sum(map(operator.mul, row, c)) % PRIME for row in words.tolist()] for c in constants.tolist()
+            ]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernel_for_gpus_gives_the_same_sums_in_triton_s_interpreter() -> None:
+    run_ranks(interpreted_kernel, 1)
 
 
 @pytest.mark.gpu

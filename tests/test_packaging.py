@@ -39,6 +39,7 @@ NEED_TORCH = (
     "weightcast.transfer.reading",
     "weightcast.transfer.rounds",
     "weightcast.transfer.runs",
+    "weightcast.transfer.stacks",
     "weightcast.transfer.traffic",
     "weightcast.transfer.transports",
 )

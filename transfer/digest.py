@@ -29,8 +29,8 @@ float64, exact in any order and on any device, and only one number per row remai
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -41,9 +41,9 @@ import torch
 from weightcast.transfer.casting import settle_nan
 from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
 from weightcast.transfer.errors import LayoutError
-from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
+from weightcast.transfer.layout import IntArray, RankLayout
 from weightcast.transfer.residues import PRIME, DigestArray
-from weightcast.transfer.runs import gather_boxes
+from weightcast.transfer.stacks import Boxes, Buffer
 from weightcast.transfer.verification import Sample
 
 __all__ = ["add", "digest", "digest_rows"]
@@ -115,14 +115,15 @@ def digest_rows(
     of an expert parameter or the same parameters of all layers, are digested together, and the device is waited for
     once. With a `sample` only the elements in it count; such digests add up to the digest of the tensor's sample.
     """
-    boxes = _Boxes.of(layout, rows, offsets, sizes, dtypes, sample)
+    boxes = Boxes.of(layout, rows, offsets, sizes, dtypes, sample)
     found: list[tuple[IntArray, torch.Tensor]] = []
+    buffer = Buffer()
     for members in boxes.alike():
         limit = _block_limit(layout.memory.bases[int(boxes.base[members[0]])].device)
         for some in boxes.stacks(members, limit):
             target = to_torch(dtype_name(int(dtypes[some[0]])))
             place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
-            found.append((some, _residues(boxes.stacked(layout, some), *place, target)))
+            found.append((some, _residues(boxes.stacked(layout, some, buffer), *place, target)))
     digests = np.zeros(len(rows), dtype=np.uint64)
     scale = _scale(boxes.offset, boxes.size, boxes.ndim)
     for device in {residues.device for _, residues in found}:
@@ -203,8 +204,11 @@ def _outer_blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...
 
 
 class _Inner(NamedTuple):
-    """What the inner dimension is multiplied with: (2 or 4, size) float64 `columns`, and what BIAS adds to each row."""
+    """What the inner dimension is multiplied with: (2, size) integers, as (2 or 4, size) float64 `columns`, and what
+    BIAS adds to each row.
+    """
 
+    constants: torch.Tensor
     columns: torch.Tensor
     bias: torch.Tensor
 
@@ -233,7 +237,7 @@ class _Weights:
             whole = self._constants(-1, cut)
             halves = torch.cat([whole >> _HALF_BITS, whole & (1 << _HALF_BITS) - 1]) if self._in_halves else whole
             bias = whole.sum(dim=1, keepdim=True) % PRIME * _BIAS
-            self._inner = (cut, _Inner(halves.to(torch.float64), bias))
+            self._inner = (cut, _Inner(whole, halves.to(torch.float64), bias))
         return self._inner[1]
 
     def _constants(self, position: int, cut: slice) -> torch.Tensor:
@@ -246,37 +250,50 @@ class _Weights:
 
 def _row_sums(values: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
     """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
+    cast = None if values.dtype == target else target
+    # As words before anything is copied: a copy of bools would settle on one pattern for true.
+    values = values if cast else values.view(_WORDS[target.itemsize])
     rows = values.reshape(-1, values.shape[-1])
     if target.itemsize < 8:
-        sums = _sums(rows, target, inner)
+        sums = _sums(rows, cast, inner)
     else:
         # Two words of 4 bytes each, the low one first on every machine that torch runs on.
-        words = _words(rows, target).contiguous().view(torch.int32)
+        words = _words(rows, cast).contiguous().view(torch.int32)
         weights = _constants(_WORD_DIMENSION, 0, 2, words.device)[:, :, None]
-        low, high = (_sums(words[:, i::2], torch.int32, inner) * weights[:, i] % PRIME for i in (0, 1))
+        low, high = (_sums(words[:, i::2], None, inner) * weights[:, i] % PRIME for i in (0, 1))
         sums = (low + high) % PRIME
     return sums.reshape(2, *values.shape[:-1])
 
 
-def _words(values: torch.Tensor, target: torch.dtype) -> torch.Tensor:
-    cast = values if values.dtype == target else settle_nan(values.to(target))
-    return cast.view(_WORDS[target.itemsize])
+@cache
+def _has_kernel() -> bool:
+    return find_spec("triton") is not None
 
 
-def _sums(rows: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
-    """(r, size) values of at most 4 bytes -> (2, r) residues of the sums of their rows."""
+def _words(values: torch.Tensor, cast: torch.dtype | None) -> torch.Tensor:
+    """The words of values that are to be cast; without a cast they are words already."""
+    return settle_nan(values.to(cast)).view(_WORDS[cast.itemsize]) if cast else values
+
+
+def _sums(rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner) -> torch.Tensor:
+    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows."""
+    if rows.is_cuda and _has_kernel():
+        from weightcast.transfer.digest_kernel import row_sums
+
+        return (row_sums(_words(rows, cast), inner.constants) + inner.bias) % PRIME
     count, size = rows.shape
-    tiles = [slice(a, a + _TILE[target.itemsize]) for a in range(0, size, _TILE[target.itemsize])]
+    itemsize = cast.itemsize if cast else rows.itemsize
+    tiles = [slice(a, a + _TILE[itemsize]) for a in range(0, size, _TILE[itemsize])]
     products = torch.empty((len(tiles), len(inner.columns), count), dtype=torch.float64, device=rows.device)
     step = min(count, max(1, (_STEP if rows.device.type == "cpu" else _BLOCK_ELSEWHERE) // size))
     buffer = torch.empty((step, size), dtype=torch.float64, device=rows.device)
     for first in range(0, count, step):
         some = rows[first : first + step]
-        wide = buffer[: len(some)].copy_(_words(some, target))
+        wide = buffer[: len(some)].copy_(_words(some, cast))
         for tile, out in zip(tiles, products, strict=True):
             torch.mm(inner.columns[:, tile], wide[:, tile].t(), out=out[:, first : first + step])
     sums = products.to(torch.int64).sum(dim=0)
-    if target.itemsize == 4:
+    if itemsize == 4:
         sums = (sums[:2] % PRIME << _HALF_BITS) + sums[2:]
     return (sums + inner.bias) % PRIME
 
@@ -325,80 +342,3 @@ def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
         if single.any():
             scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % PRIME
     return scale
-
-
-# ---- many boxes
-
-
-@dataclass(frozen=True, slots=True)
-class _Boxes:
-    """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place.
-
-    `kind` numbers device and dtype of the bases.
-    """
-
-    base: IntArray
-    kind: IntArray
-    start: IntArray
-    stride: IntArray
-    offset: IntArray
-    step: IntArray
-    size: IntArray
-    ndim: IntArray
-    dtype: IntArray
-
-    @classmethod
-    def of(
-        cls,
-        layout: RankLayout,
-        rows: IntArray,
-        offsets: IntArray,
-        sizes: IntArray,
-        dtypes: IntArray,
-        sample: Sample | None,
-    ) -> _Boxes:
-        table, memory = layout.table, layout.memory
-        width = max(table.tensors.width, offsets.shape[1])
-        offset, size = pad_boxes(offsets, width, 0), pad_boxes(sizes, width, 1)
-        stride = pad_boxes(memory.stride[rows], width, 0)
-        ndim, step = table.tensors.ndim[table.tensor[rows]], np.ones_like(size)
-        if sample is not None:
-            shape = pad_boxes(table.tensors.shape[table.tensor[rows]], width, 1)
-            offset, size, step = sample.thin(shape, ndim, offset, size)
-        start = memory.start[rows] + ((offset - pad_boxes(table.offset[rows], width, 0)) * stride).sum(axis=1)
-        kinds = list(dict.fromkeys((base.device, base.dtype) for base in memory.bases))
-        kind = np.array([kinds.index((base.device, base.dtype)) for base in memory.bases], dtype=np.int64)
-        base = memory.base[rows]
-        return cls(base, kind[base], start, stride * step, offset, step, size, ndim, dtypes)
-
-    def alike(self) -> list[IntArray]:
-        """Groups of boxes that differ only in where they lie and in dimensions of size 1; by place within a group."""
-        plain = self.size == 1
-        columns = [self.kind[:, None], self.dtype[:, None], self.size]
-        columns += [np.where(plain, 0, column) for column in (self.stride, self.offset, self.step)]
-        _, group = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
-        order = np.lexsort((self.start, self.base, group.ravel()))
-        return np.split(order, np.flatnonzero(np.diff(group.ravel()[order])) + 1) if len(order) else []
-
-    def stacks(self, members: IntArray, limit: int) -> list[IntArray]:
-        """A group in runs of at most `limit` elements together, or single boxes."""
-        step = max(1, limit // max(1, int(self.size[members[0]].prod())))
-        return [members[i : i + step] for i in range(0, len(members), step)]
-
-    def stacked(self, layout: RankLayout, members: IntArray) -> torch.Tensor:
-        """(n, *size) the boxes as one tensor: a view where they are evenly spaced in one storage, else a copy."""
-        bases, held = layout.memory.bases, self.base[members]
-        size, stride = self.size[members[0]].tolist(), self.stride[members[0]].tolist()
-        starts = self.start[members]
-        gaps = np.unique(np.diff(starts))
-        first = bases[int(held[0])]
-        if len(gaps) <= 1 and (held == held[0]).all():
-            return first.as_strided([len(members), *size], [int(gaps[0]) if len(gaps) else 0, *stride], int(starts[0]))
-        if first.device.type == "cpu":
-            numbers, which = np.unique(held, return_inverse=True)
-            origin = np.array([bases[number].data_ptr() for number in numbers.tolist()], dtype=np.int64)
-            gathered = gather_boxes(origin[which] + starts * first.itemsize, size, stride, first.dtype)
-            if gathered is not None:
-                return gathered
-        each = zip(held.tolist(), starts.tolist(), strict=True)
-        return torch.stack([bases[base].as_strided(size, stride, start) for base, start in each])

@@ -22,7 +22,7 @@ from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.messages import IN_FLIGHT
-from weightcast.transfer.neighbours import Neighbours
+from weightcast.transfer.neighbours import Neighbours, device_of
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.rounds import Schedule, make_schedule
 from weightcast.transfer.transports.base import Communicator, Exchange
@@ -106,7 +106,7 @@ class Executor:
             "rank": part.rank,
             "side": "trainer" if part.is_trainer else "instance",
         }
-        self._layout = layout
+        self._layout, self._device = layout, device_of(layout)
         self._group = group
         self._shared = share(part, layout, group, neighbours or Neighbours(), member_labels(part))
         self._schedule = make_schedule(self._shared.left, layout, group.device)
@@ -155,8 +155,8 @@ class Executor:
         self._shared.finish(deadline)
         watch.charge("shared")
         schedule.replicate.run()
-        if self._group.device.type == "cuda":
-            torch.cuda.current_stream(self._group.device).synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
         watch.charge("replicate")
         return watch.report()
 
