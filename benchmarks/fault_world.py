@@ -68,6 +68,12 @@ class Process:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
+    def stop(self) -> None:
+        """SIGSTOP; returns when all of its threads stand still."""
+        self.signal(signal.SIGSTOP)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.001)
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
         self._process.join()
@@ -210,7 +216,7 @@ class World:
     def freeze(self, process: Process) -> None:
         """SIGSTOP, until everybody else is done."""
         self.frozen = process
-        process.signal(signal.SIGSTOP)
+        process.stop()
 
     def thaw(self) -> None:
         """It goes on."""

@@ -136,7 +136,7 @@ def stop_gateway(world: World, run: Run, chance: random.Random, _: ExitStack) ->
     run.where = f"while {run.where}"
 
     def act(_: Process) -> None:
-        world.gateway.signal(signal.SIGSTOP)
+        world.gateway.stop()
         time.sleep(SETTINGS["silence"] + 1.0)
         world.gateway.signal(signal.SIGCONT)
 
