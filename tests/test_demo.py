@@ -120,13 +120,17 @@ def test_expectations_that_are_not_the_trainers_are_a_fault() -> None:
     from weightcast.demo.run import reference_faults
     from weightcast.demo.trainer import Reference
 
-    good = Reference(1, 0.5, 1.25, 1.2501, [], {})
+    def said(trainer_loss: float, reference_loss: float) -> Reference:
+        losses = {"loss": 0.5, "trainer_loss": trainer_loss, "reference_loss": reference_loss}
+        return Reference(version=1, **losses, tokens=[], result={}, moved={}, steps=[])
+
+    good = said(1.25, 1.2501)
     assert reference_faults(good) == []
-    bad = Reference(1, 0.5, 1.25, 1.26, [], {})
+    bad = said(1.25, 1.26)
     assert reference_faults(bad) == [
         "version 1: the trainer's own loss is 1.250000, that of its gathered weights 1.260000"
     ]
-    assert len(reference_faults(Reference(1, 0.5, float("nan"), 1.26, [], {}))) == 1
+    assert len(reference_faults(said(float("nan"), 1.26))) == 1
 
 
 def test_an_outcome_names_its_faults(tmp_path: Path) -> None:
