@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import sqlite3
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class Store:
         self._pending: list[tuple[Sequence[_Statement], asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
         self._later: set[asyncio.Task[None]] = set()
+        self._in_use = threading.Lock()
         self.trouble = ""
 
     def open(self) -> None:
@@ -84,10 +86,11 @@ class Store:
         self._database = database
 
     def close(self) -> None:
-        """Closes the file."""
-        if self._database is not None:
-            self._database.close()
-            self._database = None
+        """Closes the file, after what is being written: a task that was cancelled has left its thread at work."""
+        with self._in_use:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
 
     def load(self) -> list[tuple[PairSpec, list[SavedInstance]]]:
         """All pairs and their instances. Raises ControlError for a file that is not as it was written."""
@@ -155,18 +158,19 @@ class Store:
         self._writer = None
 
     def _commit(self, statements: Sequence[_Statement]) -> None:
-        database = self._database
-        if database is None:
-            raise sqlite3.ProgrammingError("the state file is closed")
-        try:
-            database.execute("begin immediate")
-            for statement, values in statements:
-                database.execute(statement, values)
-            database.execute("commit")
-        except BaseException:
-            if database.in_transaction:
-                database.execute("rollback")
-            raise
+        with self._in_use:
+            database = self._database
+            if database is None:
+                raise sqlite3.ProgrammingError("the state file is closed")
+            try:
+                database.execute("begin immediate")
+                for statement, values in statements:
+                    database.execute(statement, values)
+                database.execute("commit")
+            except BaseException:
+                if database.in_transaction:
+                    database.execute("rollback")
+                raise
 
 
 def _saving(instance: SavedInstance) -> _Statement:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import resource
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -257,3 +259,34 @@ def test_a_pair_that_cannot_be_written_is_none(tmp_path: Path) -> None:
         await gateway.close()
 
     asyncio.run(run())
+
+
+CLOSED_AT_WORK = """
+import sqlite3, sys, threading, time
+from pathlib import Path
+from weightcast.gateway.store import Store
+
+rows = [("insert or replace into pairs values (?, ?)", (str(i), "x" * 200)) for i in range(2000)]
+for turn in range(20):
+    store = Store(Path(sys.argv[1]))
+    store.open()
+
+    def write():
+        try:
+            store._commit(rows)
+        except sqlite3.ProgrammingError as error:
+            assert "the state file is closed" in str(error)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    time.sleep(0.0005 * turn)
+    store.close()
+    writer.join()
+"""
+
+
+def test_a_store_is_closed_only_after_what_is_being_written(tmp_path: Path) -> None:
+    """Else SQLite's memory is gone under the thread that writes, and the process with it."""
+    command = [sys.executable, "-c", CLOSED_AT_WORK, str(tmp_path / "state.db")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
