@@ -189,7 +189,7 @@ def main() -> int:
     best = min(seconds["ray"]) / min(seconds["plain"])
     median = statistics.median(seconds["ray"]) / statistics.median(seconds["plain"])
     print(f"{'ratio':<8}{best:>10.3f}{median:>10.3f}   (at most {LIMIT})")
-    return 0 if min(best, median) <= LIMIT else 3
+    return 0 if median <= LIMIT else 3
 
 
 def measure(sides: dict[str, Any], updates: int) -> dict[str, list[float]]:

@@ -65,13 +65,9 @@ def _down(arguments: argparse.Namespace) -> int:
 
 def _update(arguments: argparse.Namespace) -> int:
     from weightcast.cluster.launch import on_ray, update
+    from weightcast.commands.outcome import show_update
 
     with on_ray(arguments.ray):
         found = update(arguments.pair, arguments.version, arguments.deadline)
-    if arguments.json:
-        print(json.dumps({"version": arguments.version, "instances": found}))
-        return 0
-    for name, record in found.items():
-        regions = record["verified"]["regions"]
-        print(f"{name}: version {arguments.version}, {regions} regions verified, {record['seconds']:.2f} s")
+    show_update(arguments.version, found, arguments.json)
     return 0

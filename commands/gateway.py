@@ -46,11 +46,10 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import uvicorn
-
     from weightcast.gateway.app import make_app
     from weightcast.gateway.logs import set_up
     from weightcast.gateway.pool import Gateway
+    from weightcast.gateway.serving import make_server
     from weightcast.gateway.store import Store
 
     if not 0 < arguments.port < 65536:
@@ -62,22 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     store.open()
     app = make_app(Gateway(arguments.advertise or arguments.host, arguments.port, store), tokens)
     url = f"http{'s' if arguments.tls_cert else ''}://{arguments.host}:{arguments.port}"
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host=arguments.host,
-            port=arguments.port,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # else a guesser would choose the address that is throttled
-            lifespan="on",
-            timeout_graceful_shutdown=5,
-            timeout_keep_alive=75,
-            ssl_certfile=arguments.tls_cert,
-            ssl_keyfile=arguments.tls_key,
-        )
-    )
+    server = make_server(app, arguments.tls_cert, arguments.tls_key)
     try:
         listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     except OSError as error:

@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from weightcast.adapters.plain import CheckpointSource
+    from weightcast.commands.outcome import show_update
     from weightcast.gateway.client import GatewayClient
     from weightcast.gateway.worker import TrainerWorker
     from weightcast.transfer.errors import InputError
@@ -56,12 +57,7 @@ def _run(arguments: argparse.Namespace) -> int:
         finally:
             worker.close()
             client.delete_pair(arguments.pair)
-    if arguments.json:
-        print(json.dumps({"version": arguments.version, "instances": found}))
-        return 0
-    for name, record in found.items():
-        regions = record["verified"]["regions"]
-        print(f"{name}: version {arguments.version}, {regions} regions verified, {record['seconds']:.2f} s")
+    show_update(arguments.version, found, arguments.json)
     return 0
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,15 +34,15 @@ def start_gateway(config: DemoConfig, token: str) -> Iterator[str]:
         yield url
 
 
-class Server:
+class Server(ABC):
     """A real SGLang server on the CPU, that somebody else holds."""
 
     def __init__(self, spec: ServerConfig, url: str, log: Path) -> None:
         self.spec, self.url, self.log = spec, url, log
 
+    @abstractmethod
     def wait_up(self, seconds: float) -> None:
         """Raises EngineError with the end of its log when it does not come up."""
-        raise NotImplementedError
 
     def generate(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[list[float]], str]:
         """Greedy tokens and their log-probabilities for each prompt, and the weight version all answers carry."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.transfer.errors import ControlError, InputError
 
 __all__ = ["NAME", "NAMESPACE", "RayTransport", "actor_name", "gateway_url", "start_gateway", "stop_gateway"]
@@ -66,11 +67,11 @@ class GatewayActor:
 
     async def _run(self) -> None:
         import ray
-        import uvicorn
 
         from weightcast.gateway.app import make_app
         from weightcast.gateway.logs import set_up
         from weightcast.gateway.pool import Gateway
+        from weightcast.gateway.serving import make_server
         from weightcast.gateway.store import Store
         from weightcast.gateway.tokens import Tokens
 
@@ -82,9 +83,7 @@ class GatewayActor:
         with _listener(address, self._port, state) as listener:
             port = int(listener.getsockname()[1])
             app = make_app(Gateway(address, port, store), Tokens(**self._tokens))
-            server = uvicorn.Server(
-                uvicorn.Config(app, log_config=None, access_log=False, server_header=False, lifespan="on")
-            )
+            server = make_server(app)
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
@@ -135,7 +134,7 @@ def start_gateway(
     """
     import ray
 
-    given = tokens or {"operator": os.environ.get("WEIGHTCAST_TOKEN", "")}
+    given = tokens or {"operator": os.environ.get(TOKEN_VARIABLE, "")}
     if find_actor(name) is not None:
         raise ControlError(f"there is a Ray actor {name!r} in namespace {NAMESPACE!r} already; stop it first")
     actor = ray.remote(GatewayActor).options(

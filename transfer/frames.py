@@ -194,13 +194,6 @@ class FrameReader:
             raise self.error(f"has {name} {value!r:.80}, expected a text without control characters")
         return value
 
-    def optional_text(self, name: str) -> str | None:
-        """A text, or None."""
-        if name in self._fields and self._fields[name] is None:
-            del self._fields[name]
-            return None
-        return self.text(name)
-
     def _field(self, name: str) -> object:
         if name not in self._fields:
             raise self.error(f"has no field {name}")
