@@ -15,6 +15,7 @@ import httpx
 import pytest
 import trustme
 from fastapi.testclient import TestClient
+from gateway_support import running_gateway
 from spawn_support import free_port
 from starlette.routing import Route
 
@@ -245,3 +246,16 @@ def test_tokens_of_each_scope_come_from_the_environment() -> None:
     finally:
         said = end(process)
     assert not any(token.encode() in said for token in variables.values()), "a given token is not repeated"
+
+
+def test_an_address_that_a_guesser_forwards_is_not_the_one_that_is_throttled() -> None:
+    with running_gateway() as (url, _):
+        statuses = [
+            httpx.get(
+                f"{url}/pairs",
+                headers={"Authorization": f"Bearer guess-number-{i}-of-many", "X-Forwarded-For": f"10.0.0.{i}"},
+                trust_env=False,
+            ).status_code
+            for i in range(25)
+        ]
+    assert statuses == [401] * 20 + [429] * 5
