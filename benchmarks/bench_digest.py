@@ -15,7 +15,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from weightcast.transfer.digest import digest, digest_rows
+from weightcast.transfer.digest import digest
+from weightcast.transfer.digesting import digest_rows
 from weightcast.transfer.layout import LayoutBuilder
 
 SHAPES = ((7168, "rows of 7168"), (2048, "rows of 2048"), (128, "rows of 128"))

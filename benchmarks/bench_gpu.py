@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest import digest_rows
+from weightcast.transfer.digesting import digest_rows
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts

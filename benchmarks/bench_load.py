@@ -36,7 +36,7 @@ from spawn_support import free_port
 
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest import digest_rows
+from weightcast.transfer.digesting import digest_rows
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.parts import PlanParts

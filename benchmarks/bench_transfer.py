@@ -36,7 +36,7 @@ from bench_load import measure as measure_load
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest import digest_rows
+from weightcast.transfer.digesting import Digester
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
@@ -120,10 +120,10 @@ class Best:
     cpu: float
 
 
-def digested(part: RankPart, layout: RankLayout, sample: Sample | None) -> Callable[[], object]:
-    """What a rank digests of a part."""
+def digester_of(part: RankPart, layout: RankLayout) -> Digester:
+    """What digests a rank's rows of a part."""
     rows = part.digests
-    return lambda: digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype, sample)
+    return Digester(layout, rows.region, rows.offset, rows.size, rows.dtype)
 
 
 def peak_bytes(reset: bool = False) -> int:
@@ -190,14 +190,14 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
         run = functools.partial(executor.run, soon)
         run()
         extra = peak_bytes() - before
-        both, some = digested(part, held, None), digested(part, held, Sample(0))
+        digester = digester_of(part, held)
         full, ours, every, sampled = by_turns(
             runs,
             meet,
             limit,
             run,
-            lambda run=run, both=both: (run(), both()),
-            lambda run=run, some=some: (run(), some()),
+            lambda run=run, digester=digester: (run(), digester.run()),
+            lambda run=run, digester=digester: (run(), digester.run(Sample(0))),
         )
         peer = None
         if awex is not None:

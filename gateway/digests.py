@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightcast.transfer.digest import digest_rows
+from weightcast.transfer.digesting import Digester
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.plan import DigestRows, RankPart
 from weightcast.transfer.verification import Sample, Verify
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["Digested", "SharedDigests", "digest_report"]
+__all__ = ["Digested", "PartDigests", "SharedDigests"]
 
 log = logging.getLogger("weightcast.transfer")
 
@@ -29,24 +29,42 @@ class Digested(NamedTuple):
     seconds: float
 
 
-def digest_report(
-    part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
-) -> Digested:
-    """Digests of this rank's own rows of a part, read from its live memory; none where nothing is to be verified.
+class PartDigests:
+    """Digests of a rank's own rows of a part, read from its live memory; prepared once for a part and a layout."""
 
-    `labels` become fields of the log record, as in Executor.run.
-    """
-    start, rows = time.perf_counter(), part.digests
-    if part.verify is Verify.OFF:
-        rows = rows.between(0, 0)
-    sample = Sample.of(part.verify, version)
-    values = digest_rows(layout, rows.region, rows.offset, rows.size, rows.dtype, sample)
-    seconds = time.perf_counter() - start
-    label = f"{'trainer' if part.is_trainer else part.instance} rank {part.rank}"
-    fields = {"rank": part.rank, "version": version, "digest_seconds": seconds, "verify": part.verify.value}
-    log.info("%s: digested %d boxes in %.3f s", label, len(rows), seconds, extra={**(labels or {}), **fields})
-    report = DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, values)
-    return Digested(report, seconds)
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._made: tuple[DigestRows, RankLayout, Digester] | None = None
+
+    def prepare(self, part: RankPart, layout: RankLayout) -> None:
+        """Makes ready for `report`, as when joining: it takes longer than many a report."""
+        if part.verify is not Verify.OFF:
+            self._digester(part.digests, layout)
+
+    def report(
+        self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
+    ) -> Digested:
+        """What the gateway is told; of no rows where nothing is to be verified.
+
+        `labels` become fields of the log record, as in Executor.run. Raises StalePlanError when memory was reallocated.
+        """
+        start, rows = time.perf_counter(), part.digests
+        if part.verify is Verify.OFF:
+            rows, values = rows.between(0, 0), np.empty(0, dtype=np.uint64)
+        else:
+            values = self._digester(rows, layout).run(Sample.of(part.verify, version))
+        seconds = time.perf_counter() - start
+        label = f"{'trainer' if part.is_trainer else part.instance} rank {part.rank}"
+        fields = {"rank": part.rank, "version": version, "digest_seconds": seconds, "verify": part.verify.value}
+        log.info("%s: digested %d boxes in %.3f s", label, len(rows), seconds, extra={**(labels or {}), **fields})
+        report = DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, values)
+        return Digested(report, seconds)
+
+    def _digester(self, rows: DigestRows, layout: RankLayout) -> Digester:
+        with self._lock:
+            if self._made is None or self._made[1] is not layout or not _same(self._made[0], rows):
+                self._made = rows, layout, Digester(layout, rows.region, rows.offset, rows.size, rows.dtype)
+            return self._made[2]
 
 
 class SharedDigests:
@@ -59,6 +77,11 @@ class SharedDigests:
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._kept: list[tuple[int, RankPart, Future[Digested]]] = []
+        self._digests = PartDigests()
+
+    def prepare(self, part: RankPart, layout: RankLayout) -> None:
+        """Makes ready for `start`."""
+        self._digests.prepare(part, layout)
 
     def start(
         self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
@@ -71,7 +94,7 @@ class SharedDigests:
                     return future
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-digest")
-            future = self._pool.submit(digest_report, part, layout, version, labels)
+            future = self._pool.submit(self._digests.report, part, layout, version, labels)
             self._kept.append((version, part, future))
             return future
 
@@ -88,5 +111,7 @@ class SharedDigests:
 
 
 def _same(one: DigestRows, other: DigestRows) -> bool:
+    if one is other:
+        return True
     columns = ("region", "offset", "size", "dtype", "cell")
     return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)

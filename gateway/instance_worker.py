@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient
-from weightcast.gateway.digests import digest_report
+from weightcast.gateway.digests import PartDigests
 from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
     Change,
@@ -70,6 +70,7 @@ class InstanceWorker:
         self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._member: Member | None = None
+        self._digests = PartDigests()
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = ""
@@ -121,6 +122,7 @@ class InstanceWorker:
     def _join(self, epoch: int) -> None:
         deadline = time.monotonic() + self._waits.gateway
         part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
+        self._digests.prepare(part, self._described())
         self._member = join(
             self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._waits.join
         )
@@ -170,7 +172,7 @@ class InstanceWorker:
                 self._client.moved(*where, self._rank, target, list(change.layers))
                 return False
             labels = {"pair": self._pair, "instance": self._instance}
-            digests = digest_report(self._joined().part, self._described(), target, labels)
+            digests = self._digests.report(self._joined().part, self._described(), target, labels)
             self._client.digests(*where, "instance", self._rank, target, digests.report)
             self._verified = target
             return True

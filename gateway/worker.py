@@ -199,6 +199,7 @@ class TrainerWorker:
             part = self._client.part(
                 self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
             )
+            self._digests.prepare(part, layout)
             self._members[name] = join(
                 self._client,
                 self._pair,

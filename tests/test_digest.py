@@ -15,7 +15,9 @@ from spawn_support import run_ranks
 
 from weightcast.transfer import digest as module
 from weightcast.transfer.casting import settle_nan
-from weightcast.transfer.digest import add, digest, digest_rows
+from weightcast.transfer.digest import add, digest
+from weightcast.transfer.digest_constants import constants as make_constants
+from weightcast.transfer.digesting import digest_rows
 from weightcast.transfer.dtypes import NAMES, dtype_code, to_torch
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import LayoutBuilder, RankLayout
@@ -318,7 +320,7 @@ def test_a_box_at_another_place_is_another_box() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_no_two_of_the_first_million_indices_share_their_constants(dim: int) -> None:
-    constants = module._mixed(dim, np.arange(1 << 20))
+    constants = make_constants(dim, np.arange(1 << 20))
     assert constants.min() >= 1
     assert constants.max() <= 1 << 24
     assert len(np.unique(constants[0] << 24 | constants[1] - 1)) == 1 << 20

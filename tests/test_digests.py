@@ -8,7 +8,7 @@ import pytest
 import torch
 from plain_support import Piece, describe_pieces
 
-from weightcast.gateway.digests import SharedDigests, digest_report
+from weightcast.gateway.digests import PartDigests, SharedDigests
 from weightcast.gateway.verify import compare_digests
 from weightcast.transfer.errors import DigestMismatchError
 from weightcast.transfer.layout import RankLayout
@@ -35,10 +35,10 @@ def pair() -> tuple[RankLayout, RankLayout, TransferPlan]:
 def test_a_sample_sees_what_is_in_its_rows(verify: str, version: int, seen: bool) -> None:
     trainer, instance, plan = pair()
     parts = PlanParts(plan, verify=Verify(verify))
-    sent = {0: digest_report(parts.trainer_part("a", 0), trainer, version).report}
+    sent = {0: PartDigests().report(parts.trainer_part("a", 0), trainer, version).report}
 
     def held() -> dict[int, object]:
-        return {0: digest_report(parts.instance_part("a", 0), instance, version).report}
+        return {0: PartDigests().report(parts.instance_part("a", 0), instance, version).report}
 
     assert compare_digests(plan, sent, "a", held()).rows == 3  # type: ignore[arg-type]
     instance.view(1)[14, 2] += 64.0  # Row 35, which is 3 modulo 16.
@@ -51,7 +51,7 @@ def test_a_sample_sees_what_is_in_its_rows(verify: str, version: int, seen: bool
 
 def test_without_verification_nothing_is_digested() -> None:
     trainer, _, plan = pair()
-    report = digest_report(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer, 1).report
+    report = PartDigests().report(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer, 1).report
     assert (len(report), len(report.digest)) == (0, 0)
 
 
@@ -61,7 +61,7 @@ def test_a_trainer_rank_digests_a_version_once_for_all_instances() -> None:
     shared = SharedDigests()
     first, second = (shared.start(part, trainer, 1) for part in parts)
     assert first is second
-    assert first.result().report.digest.tolist() == digest_report(parts[0], trainer, 1).report.digest.tolist()
+    assert first.result().report.digest.tolist() == PartDigests().report(parts[0], trainer, 1).report.digest.tolist()
     fewer = dataclasses.replace(parts[0], digests=parts[0].digests.between(0, 1))
     assert len(shared.start(fewer, trainer, 1).result().report) == 1
     trainer.view(0)[0, 0] = 5.0

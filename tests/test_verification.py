@@ -7,9 +7,10 @@ import pytest
 import torch
 from plain_support import Piece, describe_pieces
 
-from weightcast.transfer.digest import add, digest_rows
+from weightcast.transfer.digest import add
+from weightcast.transfer.digesting import digest_rows
 from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.verification import SAMPLE_STEP, Sample, Verify
+from weightcast.transfer.verification import SAMPLE_STEP, Sample, Verify, sampled_rows
 
 
 def digests(layout: RankLayout, sample: Sample | None) -> list[int]:
@@ -24,10 +25,22 @@ def test_what_boxes_have_in_common_with_a_sample() -> None:
         np.array([[0, 0], [20, 3], [4, 0], [0, 0], [30, 0]]),
         np.array([[64, 9], [44, 2], [10, 9], [8, 9], [34, 1]]),
     )
-    first, count, step = Sample(19).thin(shape, ndim, offset, size)
-    assert first.tolist() == [[3, 0], [35, 3], [19, 0], [0, 0], [35, 0]]
-    assert count.tolist() == [[4, 9], [2, 2], [0, 9], [8, 9], [2, 1]]
-    assert step.tolist() == [[16, 1], [16, 1], [16, 1], [1, 1], [16, 1]]
+    first, count, step = Sample(19).thin(*sampled_rows(shape, ndim), offset, size)
+    assert first.tolist() == [[3, 0], [35, 3], [19, 0], [3, 0], [35, 0]]
+    assert count.tolist() == [[4, 9], [2, 2], [0, 9], [2, 9], [2, 1]]
+    assert step.tolist() == [[16, 1], [16, 1], [16, 1], [4, 1], [16, 1]]
+
+
+def test_a_box_with_half_of_its_tensor_s_rows_or_sixteen_is_in_every_sample() -> None:
+    for rows in range(1, 70):
+        dim, every = sampled_rows(np.array([[rows, 5]]), np.array([2]))
+        for turn in range(SAMPLE_STEP):
+            for begin in range(rows):
+                size = np.array([[min(SAMPLE_STEP, (rows + 1) // 2, rows - begin), 5]])
+                if size[0, 0] < min(SAMPLE_STEP, (rows + 1) // 2):
+                    continue
+                _, count, _ = Sample(turn).thin(dim, every, np.array([[begin, 0]]), size)
+                assert count[0, 0] >= 1
 
 
 @pytest.mark.parametrize("turn", [0, 5, 31])

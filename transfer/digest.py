@@ -39,18 +39,13 @@ import numpy as np
 import torch
 
 from weightcast.transfer.casting import settle_nan
-from weightcast.transfer.dtypes import dtype_name, from_torch, to_torch
+from weightcast.transfer.digest_constants import BIAS, HALF_BITS, constants
+from weightcast.transfer.dtypes import from_torch
 from weightcast.transfer.errors import LayoutError
-from weightcast.transfer.layout import IntArray, RankLayout
+from weightcast.transfer.layout import IntArray
 from weightcast.transfer.residues import PRIME, DigestArray
-from weightcast.transfer.stacks import Boxes, Buffer
-from weightcast.transfer.verification import Sample
 
-__all__ = ["add", "digest", "digest_rows"]
-
-_BIAS = 0x9E3779
-_CONSTANT_BITS = 24
-_HALF_BITS = 12
+__all__ = ["add", "block_limit", "box_residues", "digest", "join", "scale"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TILE = {1: 1 << 13, 2: 1 << 13, 4: 1 << 10}
@@ -87,10 +82,10 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
         raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
-    residues = _residues(view[None], offset, [1] * len(size), dtype)
+    sums = box_residues(view[None], offset, [1] * len(size), dtype)
     where = np.array([offset], dtype=np.int64).reshape(1, len(size))
-    scale = _scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
-    return int(_join(residues, scale)[0])
+    factors = scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
+    return int(join(sums, factors)[0])
 
 
 def add(*digests: int) -> int:
@@ -100,50 +95,17 @@ def add(*digests: int) -> int:
     return high << 32 | low
 
 
-def digest_rows(
-    layout: RankLayout,
-    rows: IntArray,
-    offsets: IntArray,
-    sizes: IntArray,
-    dtypes: IntArray,
-    sample: Sample | None = None,
-) -> DigestArray:
-    """(k,) digests of k boxes of a rank, as `digest(layout.box_view(...), offset, dtype)` gives them one by one.
-
-    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
-    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in. Boxes that are alike, such as the slots
-    of an expert parameter or the same parameters of all layers, are digested together, and the device is waited for
-    once. With a `sample` only the elements in it count; such digests add up to the digest of the tensor's sample.
-    """
-    boxes = Boxes.of(layout, rows, offsets, sizes, dtypes, sample)
-    found: list[tuple[IntArray, torch.Tensor]] = []
-    buffer = Buffer()
-    for members in boxes.alike():
-        limit = _block_limit(layout.memory.bases[int(boxes.base[members[0]])].device)
-        for some in boxes.stacks(members, limit):
-            target = to_torch(dtype_name(int(dtypes[some[0]])))
-            place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
-            found.append((some, _residues(boxes.stacked(layout, some, buffer), *place, target)))
-    digests = np.zeros(len(rows), dtype=np.uint64)
-    scale = _scale(boxes.offset, boxes.size, boxes.ndim)
-    for device in {residues.device for _, residues in found}:
-        here = [(some, residues) for some, residues in found if residues.device == device]
-        which = np.concatenate([some for some, _ in here])
-        digests[which] = _join(torch.cat([residues for _, residues in here], dim=1), scale[:, which])
-    return digests
-
-
 # ---- boxes of one shape at one offset
 
 
 @torch.no_grad()
-def _residues(
+def box_residues(
     boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None
 ) -> torch.Tensor:
     """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime.
 
     Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
-    left out, so that the boxes may differ there; `_scale` has them.
+    left out, so that the boxes may differ there; `scale` has them.
     """
     target = boxes.dtype if dtype is None else dtype
     for one in (boxes.dtype, target):
@@ -161,7 +123,7 @@ def _residues(
     else:
         values = values[:, None]
         weights = _Weights(((_NO_DIMENSION, 0, 1),), boxes.device, target.itemsize)
-    for cut in _blocks(tuple(values.shape), _block_limit(boxes.device)):
+    for cut in _blocks(tuple(values.shape), block_limit(boxes.device)):
         sums = _row_sums(values[cut], target, weights.inner(cut[-1]))
         for position in reversed(range(len(cut) - 2)):
             outer = weights.outer(position, cut[position + 1])
@@ -177,7 +139,7 @@ def _inner_dimension(values: torch.Tensor) -> int:
     return min(long, key=values.stride) if long else max(dims, key=lambda d: int(values.shape[d]))
 
 
-def _block_limit(device: torch.device) -> int:
+def block_limit(device: torch.device) -> int:
     return _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
 
 
@@ -235,8 +197,8 @@ class _Weights:
         """The columns of a range of the inner dimension; for 32-bit words the constants in two halves."""
         if self._inner is None or self._inner[0] != cut:
             whole = self._constants(-1, cut)
-            halves = torch.cat([whole >> _HALF_BITS, whole & (1 << _HALF_BITS) - 1]) if self._in_halves else whole
-            bias = whole.sum(dim=1, keepdim=True) % PRIME * _BIAS
+            halves = torch.cat([whole >> HALF_BITS, whole & (1 << HALF_BITS) - 1]) if self._in_halves else whole
+            bias = whole.sum(dim=1, keepdim=True) % PRIME * BIAS
             self._inner = (cut, _Inner(whole, halves.to(torch.float64), bias))
         return self._inner[1]
 
@@ -294,36 +256,24 @@ def _sums(rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner) -> torch.
             torch.mm(inner.columns[:, tile], wide[:, tile].t(), out=out[:, first : first + step])
     sums = products.to(torch.int64).sum(dim=0)
     if itemsize == 4:
-        sums = (sums[:2] % PRIME << _HALF_BITS) + sums[2:]
+        sums = (sums[:2] % PRIME << HALF_BITS) + sums[2:]
     return (sums + inner.bias) % PRIME
 
 
-def _join(residues: torch.Tensor, scale: IntArray) -> DigestArray:
+def join(sums: torch.Tensor, factors: IntArray) -> DigestArray:
     """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
-    reduced = residues.cpu().numpy() % PRIME
-    scaled = reduced.astype(np.uint64) * scale.astype(np.uint64) % np.uint64(PRIME)
+    reduced = sums.cpu().numpy() % PRIME
+    scaled = reduced.astype(np.uint64) * factors.astype(np.uint64) % np.uint64(PRIME)
     return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
 
 
 # ---- constants
 
 
-def _mixed(dim: int, index: IntArray) -> IntArray:
-    """(n,) indices of a dimension -> (2, n) constants in [1, 2^24], one row per family (splitmix64)."""
-    z = (index.astype(np.uint64) + np.uint64((dim << 44) + 1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    families = np.stack(
-        [z >> np.uint64(64 - _CONSTANT_BITS), z << np.uint64(_CONSTANT_BITS) >> np.uint64(64 - _CONSTANT_BITS)]
-    )
-    return families.astype(np.int64) + 1
-
-
 @lru_cache(maxsize=_CHUNKS_KEPT)
 def _chunk(dim: int, number: int, device: torch.device) -> torch.Tensor:
     index = np.arange(number * _CHUNK, (number + 1) * _CHUNK, dtype=np.int64)
-    return torch.from_numpy(_mixed(dim, index)).to(device)
+    return torch.from_numpy(constants(dim, index)).to(device)
 
 
 def _constants(dim: int, start: int, size: int, device: torch.device) -> torch.Tensor:
@@ -334,11 +284,11 @@ def _constants(dim: int, start: int, size: int, device: torch.device) -> torch.T
     return joined[:, start - first * _CHUNK :][:, :size]
 
 
-def _scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
+def scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
     """(k, D) boxes -> (2, k) products of the constants of their dimensions of size 1, padding left out."""
-    scale = np.ones((2, offset.shape[0]), dtype=np.int64)
+    factors = np.ones((2, offset.shape[0]), dtype=np.int64)
     for dim in range(offset.shape[1]):
         single = (size[:, dim] == 1) & (ndim > dim)
         if single.any():
-            scale[:, single] = scale[:, single] * _mixed(dim, offset[single, dim]) % PRIME
-    return scale
+            factors[:, single] = factors[:, single] * constants(dim, offset[single, dim]) % PRIME
+    return factors

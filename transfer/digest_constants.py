@@ -1,4 +1,4 @@
-"""The constants of a digest, without torch: pseudo-random numbers in [1, 2^24], two for each index of each dimension."""
+"""The constants of a digest, without torch: two pseudo-random numbers in [1, 2^24] for each index of each dimension."""
 
 from __future__ import annotations
 
@@ -21,5 +21,7 @@ def constants(dim: int, index: IntArray) -> IntArray:
     z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     z ^= z >> np.uint64(31)
-    families = np.stack([z >> np.uint64(64 - CONSTANT_BITS), z << np.uint64(CONSTANT_BITS) >> np.uint64(64 - CONSTANT_BITS)])
+    families = np.stack(
+        [z >> np.uint64(64 - CONSTANT_BITS), z << np.uint64(CONSTANT_BITS) >> np.uint64(64 - CONSTANT_BITS)]
+    )
     return families.astype(np.int64) + 1

@@ -31,7 +31,7 @@ __all__ = ["box_sums"]
 _LANES = 16
 """Narrow words in a vector."""
 _UNROLLED = 8
-"""Vectors of narrow words whose sums of products stay within 32 bits: 8 * 2 * 2^15 * 2^12 = 2^31, reached by -2^15 alone."""
+"""Vectors of narrow words whose sums of products stay within 32 bits: 8 * 2 * -2^15 * 2^12 is the least of them."""
 _WIDE_LANES = 8
 _WIDE_TILE = 2048
 """Words of 32 bits of a row after which sums are taken apart: each lane has then added 256 products of 55 bits."""

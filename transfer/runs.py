@@ -23,7 +23,7 @@ import torch
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.strided import BoolArray, StridedCopies
 
-__all__ = ["SCRATCH_BYTES", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
+__all__ = ["SCRATCH_BYTES", "MemoryAt", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
 
 SCRATCH_BYTES = 1 << 20
 """Memory for runs on their way between two places that are both scattered; fits a CPU's cache."""
@@ -197,7 +197,7 @@ class _Move:
         self.scatter.run()
 
 
-class _At:
+class MemoryAt:
     """Says to numpy what memory there is at an address."""
 
     def __init__(self, address: int, shape: tuple[int, ...], item: str, strides: tuple[int, ...] | None) -> None:
@@ -206,6 +206,7 @@ class _At:
         }  # fmt: skip
 
     def array(self) -> np.ndarray[Any, Any]:
+        """It does not keep the memory alive."""
         return np.asarray(self)
 
 
@@ -223,7 +224,7 @@ def gather_boxes(
         return None
     item = "|u1" if dtype.itemsize == 1 else f"<i{dtype.itemsize}"
     strides = tuple(s * dtype.itemsize for s in (1, *steps))
-    window = torch.from_numpy(_At(low, (span // dtype.itemsize + 1, *whole), item, strides).array())
+    window = torch.from_numpy(MemoryAt(low, (span // dtype.itemsize + 1, *whole), item, strides).array())
     gathered = into[: len(address) * prod(whole) * dtype.itemsize].view(window.dtype).view(len(address), *whole)
     torch.index_select(window, 0, torch.from_numpy(distance // dtype.itemsize), out=gathered)
     return gathered.view(dtype).view(len(address), *size)
@@ -257,17 +258,17 @@ def _span(address: IntArray) -> tuple[int, int, IntArray]:
 
 def _read_window(address: IntArray, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
     low, span, index = _span(address)
-    return torch.from_numpy(_At(low, (span, nbytes), "|u1", (1, 1)).array()), torch.from_numpy(index)
+    return torch.from_numpy(MemoryAt(low, (span, nbytes), "|u1", (1, 1)).array()), torch.from_numpy(index)
 
 
 def _write_window(address: IntArray, nbytes: int) -> tuple[np.ndarray[Any, Any], IntArray]:
     low, span, index = _span(address)
-    return _At(low, (span,), f"|V{nbytes}", (1,)).array(), index
+    return MemoryAt(low, (span,), f"|V{nbytes}", (1,)).array(), index
 
 
 def _rows(address: int, count: int, nbytes: int) -> torch.Tensor:
-    return torch.from_numpy(_At(address, (count, nbytes), "|u1", None).array())
+    return torch.from_numpy(MemoryAt(address, (count, nbytes), "|u1", None).array())
 
 
 def _items(address: int, count: int, nbytes: int) -> np.ndarray[Any, Any]:
-    return _At(address, (count,), f"|V{nbytes}", None).array()
+    return MemoryAt(address, (count,), f"|V{nbytes}", None).array()

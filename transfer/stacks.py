@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from weightcast.transfer.columns import lex_sort
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
 from weightcast.transfer.runs import gather_boxes
-from weightcast.transfer.verification import Sample
+from weightcast.transfer.verification import Sample, sampled_rows
 
 __all__ = ["Boxes", "Buffer"]
 
@@ -33,9 +33,11 @@ class Buffer:
 class Boxes:
     """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place.
 
-    `kind` numbers device and dtype of the bases.
+    `kind` numbers device and dtype of the bases, which `kinds` has. Samples thin dimension `thin`, to one index of
+    `every`; `step` is 1 but for boxes that have been thinned.
     """
 
+    kinds: tuple[tuple[torch.device, torch.dtype], ...]
     base: IntArray
     kind: IntArray
     start: IntArray
@@ -45,30 +47,41 @@ class Boxes:
     size: IntArray
     ndim: IntArray
     dtype: IntArray
+    thin: IntArray
+    every: IntArray
 
     @classmethod
-    def of(
-        cls,
-        layout: RankLayout,
-        rows: IntArray,
-        offsets: IntArray,
-        sizes: IntArray,
-        dtypes: IntArray,
-        sample: Sample | None,
-    ) -> Boxes:
+    def of(cls, layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray) -> Boxes:
+        """Boxes inside rows of a layout's table."""
         table, memory = layout.table, layout.memory
         width = max(table.tensors.width, offsets.shape[1])
         offset, size = pad_boxes(offsets, width, 0), pad_boxes(sizes, width, 1)
         stride = pad_boxes(memory.stride[rows], width, 0)
-        ndim, step = table.tensors.ndim[table.tensor[rows]], np.ones_like(size)
-        if sample is not None:
-            shape = pad_boxes(table.tensors.shape[table.tensor[rows]], width, 1)
-            offset, size, step = sample.thin(shape, ndim, offset, size)
+        tensor = table.tensor[rows]
+        ndim, shape = table.tensors.ndim[tensor], pad_boxes(table.tensors.shape[tensor], width, 1)
         start = memory.start[rows] + ((offset - pad_boxes(table.offset[rows], width, 0)) * stride).sum(axis=1)
-        kinds = list(dict.fromkeys((base.device, base.dtype) for base in memory.bases))
-        kind = np.array([kinds.index((base.device, base.dtype)) for base in memory.bases], dtype=np.int64)
-        base = memory.base[rows]
-        return cls(base, kind[base], start, stride * step, offset, step, size, ndim, dtypes)
+        of_base = [(base.device, base.dtype) for base in memory.bases]
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_base))}
+        kind = np.array([kinds[one] for one in of_base], dtype=np.int64)
+        base, ones = memory.base[rows], np.ones_like(size)
+        return cls(
+            tuple(kinds), base, kind[base], start, stride, offset, ones, size, ndim, dtypes, *sampled_rows(shape, ndim)
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        return int(self.base.shape[0])
+
+    def take(self, which: IntArray) -> Boxes:
+        """The boxes at `which`, in that order."""
+        return Boxes(self.kinds, *(getattr(self, name)[which] for name in self.__slots__[1:]))
+
+    def sampled(self, sample: Sample | None) -> Boxes:
+        """What of the boxes a sample has; all of them without one."""
+        if sample is None:
+            return self
+        offset, size, step = sample.thin(self.thin, self.every, self.offset, self.size)
+        start = self.start + ((offset - self.offset) * self.stride).sum(axis=1)
+        return replace(self, start=start, stride=self.stride * step, offset=offset, step=step, size=size)
 
     def alike(self) -> list[IntArray]:
         """Groups of boxes that differ only in where they lie and in dimensions of size 1; by place within a group."""

@@ -1,9 +1,10 @@
 """How much of an update is verified: every element, a sample of the rows, or nothing.
 
-A sample is one row in SAMPLE_STEP of every region, the same rows on both sides, and other ones in the next version: so
-that many versions in a row cover everything. Rows run along the last dimension but one, so that every expert and every
-replica has rows in every sample. What a sample cannot miss is a slot that was not written; what it can miss is a single
-wrong element.
+A sample is one row in SAMPLE_STEP of every tensor, the same rows on both sides, and other ones in the next version: so
+that many versions in a row cover everything. Tensors with fewer than twice as many rows have two or three in it. Rows
+run along the last dimension but one, so that every expert and every replica has rows in every sample. What a sample
+cannot miss is a slot that was not written, if it holds half of the rows of its tensor or SAMPLE_STEP of them; what it
+can miss is a thinner one, and a single wrong element, in versions in which none of its rows is due.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 
 from weightcast.transfer.layout import IntArray
 
-__all__ = ["SAMPLE_STEP", "Sample", "Verify"]
+__all__ = ["SAMPLE_STEP", "Sample", "Verify", "sampled_rows"]
 
 SAMPLE_STEP = 16
-"""A sample has one row of so many."""
+"""A sample has one row of so many, of small tensors more."""
 
 
 class Verify(StrEnum):
@@ -32,12 +33,17 @@ class Verify(StrEnum):
     """Nothing: an update is committed unverified."""
 
 
+def sampled_rows(shape: IntArray, ndim: IntArray) -> tuple[IntArray, IntArray]:
+    """Along which dimension tensors of `shape` (k, D) and `ndim` (k,) are sampled, and one index of how many."""
+    dim = np.maximum(ndim - 2, 0)
+    return dim, np.clip(shape[np.arange(len(ndim)), dim] // 2, 1, SAMPLE_STEP)
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The indices that are `turn` modulo `step`, in one dimension of every tensor that is long enough there."""
+    """The indices that are `turn` modulo a step, in one dimension of every tensor."""
 
     turn: int
-    step: int = SAMPLE_STEP
 
     @classmethod
     def of(cls, verify: Verify, version: int) -> Sample | None:
@@ -45,19 +51,16 @@ class Sample:
         return cls(version) if verify is Verify.SAMPLED else None
 
     def thin(
-        self, shape: IntArray, ndim: IntArray, offset: IntArray, size: IntArray
+        self, dim: IntArray, every: IntArray, offset: IntArray, size: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
         """What boxes (k, D) have in common with the sample: offset of the first index, how many, and at which steps.
 
-        `shape` (k, D) and `ndim` (k,) are those of their logical tensors. A box may be left with size 0.
+        `dim` and `every` (k,) are what `sampled_rows` says of their tensors. A box may be left with size 0.
         """
-        rows = np.arange(len(ndim))
-        dim = np.maximum(ndim - 2, 0)
-        thinned = rows[shape[rows, dim] >= 2 * self.step]
-        where = thinned, dim[thinned]
+        where = np.arange(len(dim)), dim
         offset, size, step = offset.copy(), size.copy(), np.ones_like(size)
         end = offset[where] + size[where]
-        offset[where] += (self.turn - offset[where]) % self.step
-        size[where] = np.maximum(-(-(end - offset[where]) // self.step), 0)
-        step[where] = self.step
+        offset[where] += (self.turn - offset[where]) % every
+        size[where] = np.maximum(-(-(end - offset[where]) // every), 0)
+        step[where] = every
         return offset, size, step
