@@ -89,7 +89,7 @@ $(STAMPS)/megatron: requirements/megatron-cpu-no-deps.txt $(STAMPS)/sglang
 # torch is installed and constrained, so that no dependency of ours can bring another one.
 $(STAMPS)/project: pyproject.toml requirements/dev.txt $(STAMPS)/torch $(STAMPS)/sglang
 	@echo "Setting up $(VENV): weightcast and its checkers"
-	@$(PIP) --constraint requirements/torch.txt --constraint requirements/dev.txt --editable '.[dev,ray]'
+	@$(PIP) --constraint requirements/torch.txt --constraint requirements/dev.txt --editable '.[dev,ray,cpu]'
 	@touch $@
 
 $(STAMPS)/shims: $(SHIM_FILES) $(STAMPS)/sglang $(STAMPS)/project

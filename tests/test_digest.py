@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from digest_support import DTYPES, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spawn_support import run_ranks
@@ -17,25 +18,9 @@ from weightcast.transfer import digest as module
 from weightcast.transfer.casting import settle_nan
 from weightcast.transfer.digest import add, digest
 from weightcast.transfer.digest_constants import constants as make_constants
-from weightcast.transfer.digesting import digest_rows
-from weightcast.transfer.dtypes import NAMES, dtype_code, to_torch
 from weightcast.transfer.errors import LayoutError
-from weightcast.transfer.layout import LayoutBuilder, RankLayout
 
 PRIME = 2**32 - 5
-DTYPES = [to_torch(name) for name in NAMES]
-CPU = torch.device("cpu")
-
-
-def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Every bit pattern of a dtype, NaNs of all kinds among them."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    raw = torch.from_numpy(
-        np.random.default_rng(seed).integers(0, 256, size=max(count, 1), dtype=np.uint8)[:count].copy()
-    )
-    if dtype == torch.bool:
-        raw &= 1
-    return raw.view(dtype).reshape(shape)
 
 
 def flip(tensor: torch.Tensor, index: tuple[int, ...], bit: int) -> torch.Tensor:
@@ -382,110 +367,7 @@ def test_temporary_memory_is_bounded(shape: tuple[int, ...], dtype: torch.dtype,
     assert 0 < peak < 12 << 20
 
 
-# ---- many boxes
-
-
-def expert_layout() -> RankLayout:
-    """One rank: stacked experts in slots, half of each slot, in checkpoint order reversed; a fused tensor; a scalar."""
-    generator = torch.Generator().manual_seed(3)
-    builder = LayoutBuilder()
-    w13 = torch.randn(6, 8, 10, generator=generator).bfloat16()
-    for slot, expert in enumerate([5, 0, 3, 3, 1, 2]):
-        builder.add(f"experts.{expert}.gate.weight", (8, 10), (4, 0), w13[slot, :4], slot)
-        builder.add(f"experts.{expert}.up.weight", (8, 10), (4, 0), w13[slot, 4:], slot)
-    fused = torch.randn(6, 10, 4, generator=generator).transpose(1, 2)
-    for slot, expert in enumerate([5, 0, 3, 3, 1, 2]):
-        builder.add("experts.down", (6, 4, 10), (expert, 0, 0), fused[slot : slot + 1], slot)
-    scales = torch.randn(6, generator=generator)
-    for slot, expert in enumerate([5, 0, 3, 3, 1, 2]):
-        builder.add(f"experts.{expert}.scale", (), (), scales[slot], slot)
-    builder.add("norm", (33,), (16,), torch.randn(17, generator=generator))
-    builder.add("nothing", (33, 2), (16, 0), torch.randn(0, 2, generator=generator))
-    return builder.build()
-
-
-def all_rows(layout: RankLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    table = layout.table
-    return np.arange(len(table)), table.offset, table.size, table.tensors.dtype[table.tensor]
-
-
-def one_by_one(
-    layout: RankLayout, rows: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, dtypes: np.ndarray
-) -> list[int]:
-    found = []
-    for row, offset, size, dtype in zip(rows, offsets, sizes, dtypes, strict=True):
-        view = layout.box_view(int(row), offset.tolist(), size.tolist())
-        found.append(digest(view, offset.tolist()[: view.ndim], to_torch(NAMES[int(dtype)])))
-    return found
-
-
-@pytest.mark.parametrize("block", [1, 100, 1 << 19])
-def test_rows_are_digested_as_one_by_one(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = expert_layout()
-    rows = all_rows(layout)
-    expected = one_by_one(layout, *rows)
-    monkeypatch.setattr(module, "_BLOCK", {"cpu": block})
-    found = digest_rows(layout, *rows)
-    assert found.dtype == np.uint64
-    assert found.tolist() == expected
-    assert 0 < len(set(expected)) <= len(expected)
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_rows_in_any_order_cut_and_cast(data: st.DataObject) -> None:
-    layout = expert_layout()
-    rows, offsets, sizes, dtypes = (column.copy() for column in all_rows(layout))
-    picked = np.array(data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=12)), dtype=np.int64)
-    rows, offsets, sizes, dtypes = rows[picked], offsets[picked], sizes[picked], dtypes[picked]
-    for i in range(len(rows)):
-        for dim in range(int(layout.table.tensors.ndim[layout.table.tensor[rows[i]]])):
-            start = data.draw(st.integers(0, int(sizes[i, dim])))
-            offsets[i, dim] += start
-            sizes[i, dim] = data.draw(st.integers(0, int(sizes[i, dim]) - start))
-        dtypes[i] = dtype_code(data.draw(st.sampled_from(["bfloat16", "float32"])))
-    # A plan's boxes may be wider than those of the rank's table.
-    wide = np.pad(offsets, ((0, 0), (0, 2))), np.pad(sizes, ((0, 0), (0, 2)), constant_values=1)
-    expected = one_by_one(layout, rows, offsets, sizes, dtypes)
-    assert digest_rows(layout, rows, *wide, dtypes).tolist() == expected
-
-
-def test_replicas_in_two_slots_agree_until_one_is_stale() -> None:
-    layout = expert_layout()
-    rows = all_rows(layout)
-    table = layout.table
-    layout.view(6).copy_(layout.view(4))
-    first, second = digest_rows(layout, *rows)[[4, 6]]
-    assert table.region(4).tensor == table.region(6).tensor == "experts.3.gate.weight"
-    assert first == second
-    layout.view(6)[0, 0] += 1
-    first, second = digest_rows(layout, *rows)[[4, 6]]
-    assert first != second
-
-
-def test_rows_of_one_size_at_different_places_are_not_mixed_up() -> None:
-    builder = LayoutBuilder()
-    slots = torch.randn(4, 5, 6)
-    for slot in range(4):
-        builder.add(f"t{slot}", (20, 6), (5 * (slot % 2), 0), slots[slot], slot)
-    layout = builder.build()
-    found = digest_rows(layout, *all_rows(layout)).tolist()
-    assert found == [digest(slots[slot], (5 * (slot % 2), 0)) for slot in range(4)]
-
-
-def test_rows_need_not_lie_at_even_distances() -> None:
-    builder = LayoutBuilder()
-    storage = torch.randn(400)
-    for number, start in enumerate((0, 30, 90, 91, 300)):
-        builder.add(f"t{number}", (4, 5), (0, 0), storage[start : start + 20].view(4, 5))
-    layout = builder.build()
-    assert digest_rows(layout, *all_rows(layout)).tolist() == one_by_one(layout, *all_rows(layout))
-
-
-def test_no_rows() -> None:
-    none = np.empty(0, dtype=np.int64)
-    boxes = np.empty((0, 2), dtype=np.int64)
-    assert digest_rows(expert_layout(), none, boxes, boxes, none).shape == (0,)
+# ---- GPUs
 
 
 def interpreted_kernel(rank: int, world: int, _: int) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -48,21 +47,19 @@ _WORTH_A_THREAD = 8 << 20
 @cache
 def _loops() -> ModuleType | None:
     """The compiled loops, None where numba is missing or does not fit this numpy."""
-    if find_spec("numba") is None:
-        return None
     try:
         from weightcast.transfer import digest_loops
     except ImportError as error:
-        log.warning("digests on the CPU are several times slower without numba, which cannot be imported: %s", error)
+        log.warning("digests on the CPU are several times slower without numba (weightcast[cpu]): %s", error)
         return None
     return digest_loops
 
 
 def scannable(layout: RankLayout, boxes: Boxes) -> BoolArray:
     """(k,) which boxes can be scanned: in a CPU's memory, of a type that the loops know, with elements in them."""
-    if _loops() is None:
-        return np.zeros(len(boxes), dtype=bool)
     words = _word_codes(boxes)
+    if (words < 0).all() or _loops() is None:
+        return np.zeros(len(boxes), dtype=bool)
     item = np.array([dtype.itemsize for _, dtype in boxes.kinds], dtype=np.int64)[boxes.kind]
     aligned = layout.memory.address[boxes.base] % item == 0
     near = (boxes.offset + boxes.size <= _FARTHEST).all(axis=1)
@@ -91,6 +88,7 @@ class Scan:
         self._kinds: list[tuple[IntArray, _Pieces]] = []
         for code in np.unique(codes).tolist():
             which = np.flatnonzero(codes == code)
+            which = which[np.argsort(layout.memory.address[boxes.base[which]] + boxes.start[which], kind="stable")]
             pieces = _Pieces.of(layout, boxes.take(which), self._constants, _WORDS.get(code, _FLOAT32_AS_BFLOAT16))
             pieces.sum(self._constants, -1, 0, 0)
             self._kinds.append((which, pieces))
