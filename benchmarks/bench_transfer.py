@@ -5,10 +5,14 @@
 First table: each line moves the same bytes from one trainer process to one instance process over Gloo on the loopback
 device, by turns: the limit (one tensor, one send, one receive), ours, Awex's `batch_send_recv`. The best run of each
 counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
-former cannot exceed the latter. `sampled` and `full` are what digests on both sides add to the time. `extra` is the
-peak of memory that a process gained while it prepared and ran; the setting is 512 MiB.
+former cannot exceed the latter. `extra` is the peak of memory that a process gained while it prepared and ran; the
+setting is 512 MiB.
 
-Second table: bench_load.py, a real SGLang model on the ranks of two instances.
+Second table: what digests on both sides add to the time and to the CPU seconds of the same transfers. `read` is what
+adding up the same bytes adds, the least that any digest costs. `at N GB/s` is what a full digest adds on a wire of that
+speed with an idle core on both sides: the trainer's runs beside the transfer there, the instance's after it.
+
+Third table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
 
 from __future__ import annotations
@@ -176,9 +180,10 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
     def of_both(name: str, value: float) -> float:
         return sum(gather(name, value))
 
+    verification: list[str] = []
     if rank == 1:
         print(f"{'case':<29}{'limit':>6}{'ours':>6} GB/s{'of limit':>10}{'by CPU':>8}{'Awex':>7} GB/s{'ours/Awex':>11}"
-              f"{'sampled':>9}{'full':>7}{'prepare':>10}{'extra':>9}")  # fmt: skip
+              f"{'prepare':>10}{'extra':>9}")  # fmt: skip
     for name, layout in CASES.items():
         if wanted not in name:
             continue
@@ -191,30 +196,43 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
         run()
         extra = peak_bytes() - before
         digester = digester_of(part, held)
-        full, ours, every, sampled = by_turns(
+        full, ours, every, sampled, read, digests = by_turns(
             runs,
             meet,
             limit,
             run,
             lambda run=run, digester=digester: (run(), digester.run()),
             lambda run=run, digester=digester: (run(), digester.run(Sample(0))),
+            lambda run=run: (run(), large.view(torch.int64).sum()),
+            digester.run,
         )
         peer = None
         if awex is not None:
             update = awex_update(awex, part, held, torch.distributed.group.WORLD)
             peer, again = by_turns(min(runs, 3), meet, update, run)
         most = max(int(of_all) for of_all in gather(f"{name} extra", extra))
-        full_cpu, our_cpu = of_both(f"{name} limit", full.cpu), of_both(f"{name} ours", ours.cpu)
+        cpu = {what: of_both(f"{name} {what}", best.cpu) for what, best in
+               (("limit", full), ("ours", ours), ("full", every), ("sampled", sampled), ("read", read))}  # fmt: skip
         if rank == 1:
             beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
             theirs = f"{total / peer.wall / 1e9:.2f}" if peer else ""
             print(
                 f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / ours.wall / 1e9:>6.2f}     "
-                f"{full.wall / ours.wall:>10.0%}{full_cpu / our_cpu:>8.0%}{theirs:>7}     {beside:>11}"
-                f"{sampled.wall / ours.wall - 1:>+9.0%}{every.wall / ours.wall - 1:>+7.0%}{prepare:>8.2f} s"
-                f"{most >> 20:>5} MiB",
+                f"{full.wall / ours.wall:>10.0%}{cpu['limit'] / cpu['ours']:>8.0%}{theirs:>7}     {beside:>11}"
+                f"{prepare:>8.2f} s{most >> 20:>5} MiB",
                 flush=True,
             )
+            added = "".join(
+                f"{best.wall / ours.wall - 1:>+9.0%}{cpu[what] / cpu['ours'] - 1:>+9.0%}"
+                for what, best in (("sampled", sampled), ("full", every), ("read", read))
+            )
+            slower = "".join(f"{digests.cpu * wire * 1e9 / total:>+8.0%}" for wire in (1, 3, 10))
+            verification.append(f"{name:<29}{added}{total / digests.cpu / 1e9:>9.1f} GB/s{slower}")
+    if rank == 1:
+        heads = "".join(f"{head:>9}{'by CPU':>9}" for head in ("sampled", "full", "read"))
+        print(f"\n{'what verification adds':<29}{heads}"
+              f"{'digests':>14}{'at 1':>8}{'3':>8}{'10 GB/s':>8}")  # fmt: skip
+        print(*verification, sep="\n", flush=True)
     torch.distributed.destroy_process_group()
 
 
