@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -249,6 +252,16 @@ def test_threads_share_pieces(threads: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert digester(layout).run().tolist() == alone
     assert len(seen) > 1
+
+
+@needs_numba
+def test_what_cannot_be_compiled_is_left_to_torch() -> None:
+    """The loops are looked for anew in a process in which numba compiles nothing."""
+    program = "from weightcast.transfer import digest_scan; print(digest_scan._loops())"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None"
+    assert "several times slower without numba" in done.stderr
 
 
 def test_a_digester_reads_what_is_there_at_the_time(way: str) -> None:

@@ -21,9 +21,10 @@ pseudo-random number in [1, 2^24] and P the prime 2^32 - 5. The two residues are
 
 Bits count, not values: -0.0 is not 0.0 and every NaN is itself. An element of 64 bits is two words, each with a weight.
 
-Speed: a word of 16 bits times a constant of 24, summed over 8192 elements, stays within 2^53, and so do words of 32
-bits times the halves of constants over 1024 elements. So the sum over the inner dimension is a matrix product in
-float64, exact in any order and on any device, and only one number per row remains to be reduced in integers.
+This module computes them with torch's own operations, on any device. A word of 16 bits times a constant of 24, summed
+over 8192 elements, stays within 2^53, and so do words of 32 bits times the halves of constants over 1024 elements. So
+the sum over the inner dimension is a matrix product in float64, exact in any order, and only one number per row remains
+to be reduced in integers. `digest_kernel` on GPUs and `digest_loops` on CPUs give the same several times as fast.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
@@ -28,6 +28,9 @@ from weightcast.transfer.digest_constants import BIAS, HALF_BITS
 from weightcast.transfer.residues import PRIME
 
 __all__ = ["box_sums"]
+
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, and not compiled these loops do not run")
 
 _NARROW_LANES = 16
 """Narrow words in a vector."""
