@@ -82,7 +82,7 @@ def order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankRe
 
 
 def join_reports(side: SideName, reports: Sequence[RankReport]) -> tuple[TensorTable, JoinedRegions]:
-    """Joins by name the tables of reports that stand in the order of their ranks.
+    """Joins by name the tables of reports that stand in the order of their ranks; each learns its place in the whole.
 
     Raises LayoutError, naming tensor, both ranks and both values, where two ranks differ about a shape or dtype.
     """
@@ -101,7 +101,10 @@ def join_reports(side: SideName, reports: Sequence[RankReport]) -> tuple[TensorT
         np.concatenate([pad_boxes(table.size, width, 1) for table in tables]),
         np.concatenate([table.slot for table in tables]),
     )
-    return joined.table(), regions
+    whole = joined.table()
+    for table, own in zip(tables, rows, strict=True):
+        table.tensors.place_in(whole, own)
+    return whole, regions
 
 
 class _Joined:

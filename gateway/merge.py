@@ -134,6 +134,8 @@ def merge_instance(
         gaps += _compare_catalog(layout, known, row)
     if any(gaps):
         raise CoverageError("; ".join(gap for gap in gaps if gap))
+    if known is not None and row is not None:
+        tensors.place_in(known, row)
     if placement is not None:
         # The trainer's names are parsed once for all instances.
         parsed = tensors.parsed_names if known is None or row is None else known.parsed_names.take(row)
