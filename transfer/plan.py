@@ -47,8 +47,7 @@ def join_made(kind: type[Rows], count: int, parts: Iterable[Rows]) -> Rows:
     done = 0
     for part in parts:
         made: list[IntArray] = [getattr(part, name) for name in kind.__slots__]
-        if not columns:
-            columns = [np.empty((count, *first.shape[1:]), dtype=np.int64) for first in made]
+        columns = columns or _empty_columns(made, count)
         if done + len(part) > count:
             raise PlanError(f"tables of {done + len(part)} rows and more were made, expected {count}")
         for column, own in zip(columns, made, strict=True):
@@ -57,6 +56,10 @@ def join_made(kind: type[Rows], count: int, parts: Iterable[Rows]) -> Rows:
     if done < count or not columns:
         raise PlanError(f"tables of {done} rows were made, expected {count}")
     return kind(*columns)
+
+
+def _empty_columns(like: Sequence[IntArray], count: int) -> list[IntArray]:
+    return [np.empty((count, *column.shape[1:]), dtype=np.int64) for column in like]
 
 
 class Kind(IntEnum):
