@@ -9,7 +9,7 @@ from plan_support import random_pair, tables_of
 from weightcast.gateway.join import SideName, join_reports
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.transfer.errors import WeightcastError
-from weightcast.transfer.layout import RankReport, Region, RegionTable, TensorSpec
+from weightcast.transfer.layout import RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.plan import TransferPlan
 from weightcast.transfer.planner import plan_transfer
 
@@ -32,11 +32,29 @@ def test_one_plan_by_names_and_by_places(seed: int) -> None:
     trainer, instances = pair.tables()
     catalog, _ = join_reports(SideName(None), reports(trainer))
     for name, tables in instances.items():
-        whole, _ = join_reports(SideName(name), reports(tables))
-        if seed % 2:  # of a third table, as the gateway has it, or of two that know nothing of each other
-            whole.place_in(catalog, np.array([catalog.index[n] for n in whole.names], dtype=np.int64))
+        # With the catalog, as in the gateway, or as two joined tables that know nothing of each other.
+        join_reports(SideName(name), reports(tables), catalog if seed % 2 else None)
     assert trainer[0].tensors.place is not None
     assert same_plans(by_names, plan_transfer(trainer, instances))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_numbering_with_a_catalog_and_without(seed: int) -> None:
+    """Also with one in which the tensors stand in another order, and that has more of them."""
+    trainer, instances = random_pair(seed).tables()
+    side, found = SideName("rollout-0"), reports(instances["rollout-0"])
+    catalog, _ = join_reports(SideName(None), reports(trainer))
+    more = {"other": TensorSpec((2,), "bfloat16")} | dict(reversed(catalog.specs().items()))
+    plain, regions = join_reports(side, found)
+    for table in (catalog, TensorTable.from_specs(more)):
+        tensors, again = join_reports(side, found, table)
+        assert tensors.names == plain.names
+        assert np.array_equal(again.tensor, regions.tensor)
+        assert tensors.place is not None
+        assert [table.names[row] for row in tensors.place[1].tolist()] == list(tensors.names)
+    lacking = TensorTable.from_specs({"other": TensorSpec((2,), "bfloat16")})
+    tensors, again = join_reports(side, found, lacking)
+    assert (tensors.names, tensors.place) == (plain.names, None)
 
 
 def test_the_gateway_looks_names_up_once_for_all_ranks() -> None:
