@@ -8,9 +8,10 @@ counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processe
 former cannot exceed the latter. `extra` is the peak of memory that a process gained while it prepared and ran; the
 setting is 512 MiB.
 
-Second table: what digests on both sides add to the time and to the CPU seconds of the same transfers. `read` is what
-adding up the same bytes adds, the least that any digest costs. `at N GB/s` is what a full digest adds on a wire of that
-speed with an idle core on both sides: the trainer's runs beside the transfer there, the instance's after it.
+Second table: what digests on both sides take, right after such a transfer, relative to what the transfer took: in time
+and in CPU seconds. `read` is what adding up the same bytes takes, the least that any digest costs. `at N GB/s` is what
+a full digest adds on a wire of that speed with an idle core on both sides: the trainer's runs beside the transfer
+there, the instance's after it.
 
 Third table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
@@ -196,15 +197,14 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
         run()
         extra = peak_bytes() - before
         digester = digester_of(part, held)
-        full, ours, every, sampled, read, digests = by_turns(
+        full, ours, sampled, every, read = by_turns(
             runs,
             meet,
             limit,
             run,
-            lambda run=run, digester=digester: (run(), digester.run()),
-            lambda run=run, digester=digester: (run(), digester.run(Sample(0))),
-            lambda run=run: (run(), large.view(torch.int64).sum()),
+            lambda digester=digester: digester.run(Sample(0)),
             digester.run,
+            lambda: large.view(torch.int64).sum(),
         )
         peer = None
         if awex is not None:
@@ -223,11 +223,11 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
                 flush=True,
             )
             added = "".join(
-                f"{best.wall / ours.wall - 1:>+9.0%}{cpu[what] / cpu['ours'] - 1:>+9.0%}"
+                f"{best.wall / ours.wall:>+9.0%}{cpu[what] / cpu['ours']:>+9.0%}"
                 for what, best in (("sampled", sampled), ("full", every), ("read", read))
             )
-            slower = "".join(f"{digests.cpu * wire * 1e9 / total:>+8.0%}" for wire in (1, 3, 10))
-            verification.append(f"{name:<29}{added}{total / digests.cpu / 1e9:>9.1f} GB/s{slower}")
+            slower = "".join(f"{every.cpu * wire * 1e9 / total:>+8.0%}" for wire in (1, 3, 10))
+            verification.append(f"{name:<29}{added}{total / every.cpu / 1e9:>9.1f} GB/s{slower}")
     if rank == 1:
         heads = "".join(f"{head:>9}{'by CPU':>9}" for head in ("sampled", "full", "read"))
         print(f"\n{'what verification adds':<29}{heads}"
