@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 from plain_support import Piece, describe_pieces
 
+from weightcast.gateway import digests as gateway_digests
 from weightcast.gateway.digests import PartDigests, SharedDigests
 from weightcast.gateway.verify import compare_digests
+from weightcast.transfer.digesting import Digester
 from weightcast.transfer.errors import DigestMismatchError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
@@ -53,6 +56,31 @@ def test_without_verification_nothing_is_digested() -> None:
     trainer, _, plan = pair()
     report = PartDigests().report(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer, 1).report
     assert (len(report), len(report.digest)) == (0, 0)
+
+
+def test_what_was_prepared_serves_until_rows_or_layout_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RankLayout] = []
+
+    def counted(layout: RankLayout, *columns: np.ndarray) -> Digester:
+        made.append(layout)
+        return Digester(layout, *columns)
+
+    monkeypatch.setattr(gateway_digests, "Digester", counted)
+    trainer, _, plan = pair()
+    parts = [PlanParts(plan).trainer_part(name, 0) for name in ("a", "b")]
+    digests = PartDigests()
+    for part in parts:
+        digests.prepare(part, trainer)
+    first, second = (digests.report(parts[0], trainer, version).report.digest.tolist() for version in (1, 2))
+    assert len(made) == 1
+    assert first == second
+    again = dataclasses.replace(trainer)
+    assert digests.report(parts[0], again, 3).report.digest.tolist() == first
+    fewer = dataclasses.replace(parts[0], digests=parts[0].digests.between(0, 1))
+    assert digests.report(fewer, again, 3).report.digest.tolist() == first[:1]
+    assert [layout is again for layout in made] == [False, True, True]
+    digests.prepare(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer)
+    assert len(made) == 3
 
 
 def test_a_trainer_rank_digests_a_version_once_for_all_instances() -> None:
