@@ -158,6 +158,10 @@ class GatewayClient:
         """One pair."""
         return dict(self._call("GET", f"/pairs/{pair}").json())
 
+    def settings(self, pair: str) -> dict[str, float]:
+        """The settings of a pair."""
+        return dict(self._call("GET", f"/pairs/{pair}/settings").json())
+
     def inspect(self, pair: str, instance: str) -> dict[str, Any]:
         """Coverage, slots, replicas and same-rank pairs of an instance."""
         return dict(self._call("GET", f"/pairs/{pair}/instances/{instance}/inspect").json())
@@ -191,8 +195,7 @@ class GatewayClient:
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
         params = {"after": after, "wait": min(wait, POLL), "known": known}
-        answer = self._call("GET", path, params=params).json()
-        return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
+        return _orders_of(self._call("GET", path, params=params).json())
 
     def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
         """How the update ended on each instance; waits for it."""
@@ -300,12 +303,30 @@ class GatewayClient:
         self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/moved", json=body)
 
     def digests(
-        self, pair: str, instance: str, epoch: int, side: str, rank: int, version: int, report: DigestReport
-    ) -> None:
-        """Reports the digests of a rank."""
+        self,
+        pair: str,
+        instance: str,
+        epoch: int,
+        side: str,
+        rank: int,
+        version: int,
+        report: DigestReport,
+        *,
+        after: int | None = None,
+        known: str = "",
+    ) -> Orders | None:
+        """Reports the digests of a rank. With `after` it waits like `orders`, up to POLL seconds."""
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
+        params: dict[str, Any] = {"version": version}
+        if after is not None:
+            params |= {"after": after, "wait": POLL, "known": known}
         content = wire.encode_digests(report)
-        self._call("POST", path, params={"version": version}, content=content, headers=_MSGPACK)
+        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        return None if after is None else _orders_of(answer)
+
+
+def _orders_of(answer: dict[str, Any]) -> Orders:
+    return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
 
 
 def _error_of(response: httpx.Response, what: str) -> WeightcastError:

@@ -59,7 +59,7 @@ class Waits:
     @classmethod
     def of_pair(cls, client: GatewayClient, pair: str, deadline: float | None) -> Waits:
         """From the settings that the gateway has for a pair; sets how patient `client` is."""
-        waits = cls.of(Settings.given(client.pair_status(pair)["settings"]), deadline)
+        waits = cls.of(Settings.given(client.settings(pair)), deadline)
         client.outage = waits.outage
         return waits
 

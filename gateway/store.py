@@ -13,7 +13,8 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 from weightcast.gateway.engines import EngineSpec
@@ -173,8 +174,16 @@ class Store:
                 raise
 
 
+_STATE = tuple(field.name for field in fields(SavedInstance) if field.name not in ("pair", "name"))
+
+
+@lru_cache(1024)
+def _plain(spec: EngineSpec) -> dict[str, object]:
+    return asdict(spec)
+
+
 def _saving(instance: SavedInstance) -> _Statement:
-    state = {name: value for name, value in asdict(instance).items() if name not in ("pair", "name")}
+    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
     values = (instance.pair, instance.name, json.dumps(state))
     return "insert or replace into instances values (?, ?, ?)", values
 
