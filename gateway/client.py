@@ -21,6 +21,7 @@ from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.plan import RankPart
+from weightcast.transfer.topology import Topology
 from weightcast.transfer.wire import DigestReport
 
 __all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered"]
@@ -125,10 +126,13 @@ class GatewayClient:
         bucket_bytes: int | None = None,
         commit: str = "each",
         verify: str = "full",
+        topology: Mapping[str, Any] | None = None,
     ) -> None:
         """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
         `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
+        `topology` are the fields of `Topology`, at least `{"nic_gbps": ..}`: then ranks of an instance pass on to each
+        other what they receive alike, where that is faster.
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
         body |= {"commit": commit, "verify": verify}
@@ -136,6 +140,8 @@ class GatewayClient:
             body["settings"] = dict(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
+        if topology is not None:
+            body["topology"] = Topology.given(topology).document
         self._call("PUT", f"/pairs/{pair}", json=body)
 
     def delete_pair(self, pair: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from weightcast.gateway.instance import Instance, absent
@@ -113,9 +114,12 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     tables = {name: layout.tables for name, layout in layouts.items()}
     # Instances that connect anew after their experts moved are planned from what changed.
     planner = pair.planners.setdefault(tuple(tables), Planner())
+    topology = pair.spec.topology
+    if topology is not None:
+        topology = replace(topology, between_instances=False)  # instances share no communicator
     try:
-        hosts = Hosts.by_name(trainer.hosts, [layout.hosts for layout in layouts.values()])
-        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts)
+        hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
+        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts, topology=topology)
         plan = await asyncio.to_thread(lambda: planned.plan)
         share = pair.spec.bucket_bytes // max(1, len(pair.instances))
         parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)

@@ -342,6 +342,7 @@ class Pair(Side):
             "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
             "settings": asdict(self.spec.settings),
             "commit": self.spec.commit,
+            "topology": self.spec.topology.document if self.spec.topology is not None else None,
             "instances": {name: _status(i) for name, i in self.instances.items()},
         }
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import ControlError
+from weightcast.transfer.errors import ControlError, LayoutError
+from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
 __all__ = ["SavedInstance", "Store"]
@@ -102,7 +103,7 @@ class Store:
             rows = self._database.execute("select pair, name, state from instances order by pair, name").fetchall()
             instances = [_instance_of(*row) for row in rows]
             return [(_pair_of(name, spec), [i for i in instances if i.pair == name]) for name, spec in pairs]
-        except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError, LayoutError) as error:
             raise ControlError(f"state file {self._path} is damaged: {type(error).__name__} {error}") from error
 
     async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
@@ -200,4 +201,6 @@ def _pair_of(name: str, spec: str) -> PairSpec:
     found["verify"] = Verify(found["verify"])
     found["settings"] = Settings(**found["settings"])
     found["instances"] = {key: EngineSpec(**engine) for key, engine in found["instances"].items()}
+    if found.get("topology") is not None:
+        found["topology"] = Topology(**found["topology"])
     return PairSpec(**found)
