@@ -22,6 +22,7 @@ from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.store import SavedInstance, Store
 from weightcast.transfer.errors import ControlError
+from weightcast.transfer.topology import Topology
 
 SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
 SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
@@ -45,13 +46,14 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         store = opened(tmp_path / "state")
         other = replace(SAVED, name=B, version=None, fenced=False, left=True, identities={})
         await store.save_pair(SPEC, [SAVED, other])
-        await store.save_pair(replace(SPEC, name="second"), [])
+        second = replace(SPEC, name="second", topology=Topology(400, nic_per_host=True))
+        await store.save_pair(second, [])
         await store.save(replace(SAVED, version=8))
         store.close()
         again = opened(tmp_path / "state")
-        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (replace(SPEC, name="second"), [])]
+        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (second, [])]
         await again.forget("main")
-        assert again.load() == [(replace(SPEC, name="second"), [])]
+        assert again.load() == [(second, [])]
         again.close()
 
     asyncio.run(run())
