@@ -104,10 +104,12 @@ def instance(
 ) -> list[Any]:
     """Serves until `versions` are committed: the faults of its memory after each, and how many boxes it passes on.
 
-    `rebalance` {version: row} changes the map after a version; in the transfer of version `killed` the process ends.
+    `rebalance` {version: row} changes the map after a version, `moves` {version: row} while one is transferred; in the
+    transfer of version `killed` the process ends.
     """
     sink = Replicated(rank, world, row)
     worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=60.0)
+    _move_in_transfer(worker, sink, dict(plays.get("moves", {})))
     if "killed" in plays:
         _end_in_transfer(worker, plays["killed"])
     said: list[Any] = []
@@ -125,6 +127,17 @@ def instance(
 def passed_on(worker: InstanceWorker) -> int:
     part = worker._joined().part
     return int(((part.operations.kind == Kind.RELAY) & (part.operations.src_rank == part.rank)).sum())
+
+
+def _move_in_transfer(worker: InstanceWorker, sink: SlotSink, moves: dict[int, list[int]]) -> None:
+    receive = worker.transfer
+
+    def transfer() -> Any:
+        report = receive()
+        sink.row = moves.pop(worker._target or 0, sink.row)
+        return report
+
+    worker.transfer = transfer  # type: ignore[method-assign]
 
 
 def _end_in_transfer(worker: InstanceWorker, version: int) -> None:

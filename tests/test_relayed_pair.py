@@ -41,18 +41,20 @@ def ranks(name: str, row: list[int], hosts: tuple[str, ...], versions: list[int]
 
 
 def test_the_trainer_sends_once_what_all_ranks_hold(gateway: str) -> None:
-    """Also after a map has changed: planned anew with the topology."""
+    """Also after a map has changed, between two updates and under a transfer: planned anew with the topology."""
     create(gateway, "direct", {"rollout": 4}, None)
     create(gateway, "relayed", {"rollout": 4}, TOPOLOGY)
-    roles = [("trainer", "t", {"versions": [1, 2]}), *ranks("rollout", ROW, HOSTS, [1, 2], rebalance={1: MOVED})]
+    instance = ranks("rollout", ROW, HOSTS, [1, 2, 3], rebalance={1: MOVED}, moves={3: ROW})
+    roles = [("trainer", "t", {"versions": [1, 2, 3]}), *instance]
     trainer, *found = run_ranks(relay_workers.play, 5, gateway, ["direct", "relayed"], roles, timeout=100.0)
     for pair, relayed in enumerate((False, True)):
-        assert [faults for said in found for faults, _ in said[pair]] == [[]] * 8
-        for update in range(2):
+        assert [faults for said in found for faults, _ in said[pair]] == [[]] * 12
+        for update in range(3):
             passed_on = sum(said[pair][update][1] for said in found)
             assert passed_on >= 3 * len(relay_workers.DENSE) if relayed else passed_on == 0
             assert trainer[pair][update][1]["rollout"]["verified"]["slot_regions"] == len(ROW)
-    for (direct, _), (relayed_bytes, _) in zip(*trainer, strict=True):
+        assert [update[1]["rollout"]["resends"] for update in trainer[pair]] == [0, 0, 1]
+    for (direct, _), (relayed_bytes, _) in list(zip(*trainer, strict=True))[:2]:
         assert direct["rollout"] >= 4 * DENSE
         assert direct["rollout"] - relayed_bytes["rollout"] >= 3 * DENSE
 
