@@ -20,11 +20,11 @@ from weightcast.gateway.instance import RESTARTED, Instance, absent, check_rank,
 from weightcast.gateway.merge import TrainerLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
+from weightcast.gateway.sent import Sent
 from weightcast.gateway.store import SavedInstance, Store
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.replan import Planner
-from weightcast.transfer.wire import DigestReport
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
@@ -42,26 +42,6 @@ Updated = Callable[[str, str, UpdateRecord], None]
 
 
 def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
-
-
-class Sent:
-    """What trainer ranks have reported last, as it came and decoded: they say the same of all instances."""
-
-    def __init__(self) -> None:
-        self._reports: dict[int, tuple[bytes, DigestReport]] = {}
-
-    def get(self, rank: int, body: bytes) -> DigestReport | None:
-        """The report in `body`, if the rank has sent that before."""
-        known = self._reports.get(rank)
-        return known[1] if known is not None and known[0] == body else None
-
-    def keep(self, rank: int, body: bytes, report: DigestReport) -> None:
-        """Remembers a report of a rank that there is."""
-        self._reports[rank] = body, report
-
-    def clear(self) -> None:
-        """Forgets all of them."""
-        self._reports.clear()
 
 
 class Pair(Side):
