@@ -192,6 +192,8 @@ class _Endpoint:
             reply = await self._answer(Asked(scope["path_params"], scope["query_string"], receive))
         except WeightcastError as error:
             reply = refusal_of(error)
+        except asyncio.CancelledError:  # whoever asks again finds the gateway's next life
+            reply = refusal("ControlError", "the gateway is stopping", 503)
         await reply.send(send)
 
 

@@ -31,6 +31,7 @@ TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
 """Seconds of one long poll."""
+_LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
 
@@ -96,8 +97,8 @@ class GatewayClient:
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from error
             else:
-                # A neighbour with a wrong token makes the gateway deaf for some seconds.
-                if response.status_code != httpx.codes.TOO_MANY_REQUESTS or time.monotonic() >= until:
+                # A neighbour with a wrong token makes the gateway deaf for some seconds; or it is stopping.
+                if response.status_code not in _LATER or time.monotonic() >= until:
                     break
             time.sleep(_AGAIN)
         self._reached = True
