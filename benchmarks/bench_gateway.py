@@ -2,9 +2,9 @@
 
     python benchmarks/bench_gateway.py [--instances 64] [--ranks 8] [--trainers 8] [--updates 5]
 
-The gateway is a real process. Ranks are tasks of this process that send the requests that real ones send, over a
-connection each; they hold one small tensor each way, and join no communicator. A round trip is from the first offer to
-the moment when every trainer rank has the result.
+The gateway is a real process with a state file. Ranks are tasks of this process that send the requests that real ones
+send, over a connection each; they hold one small tensor each way, and join no communicator. A round trip is from the
+first offer to the moment when every trainer rank has the result.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
+import uvloop
 
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.guard import MSGPACK
@@ -35,26 +39,47 @@ from weightcast.transfer.wire import DigestReport
 WAIT = 20
 
 
-class Connection:
-    """HTTP/1.1 over one connection, as little of it as the gateway needs."""
+class Connection(asyncio.Protocol):
+    """HTTP/1.1 over one connection, as little of it as the gateway needs: ranks share the cores with it."""
 
     def __init__(self, port: int, token: str) -> None:
         self._port, self._head = port, f"Host: gateway\r\nAuthorization: Bearer {token}\r\n"
+        self._transport: asyncio.Transport | None = None
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
+        self._received = b""
         self.requests = 0
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self._received = cast(asyncio.Transport, transport), b""
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error or ConnectionResetError("the gateway has closed the connection"))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head = self._received.find(b"\r\n\r\n")
+        if head < 0:
+            return
+        at = self._received.find(b"content-length: ", 0, head)
+        length = int(self._received[at + 16 : self._received.index(b"\r\n", at)]) if at >= 0 else 0
+        end = head + 4 + length
+        if len(self._received) >= end and self._answer is not None and not self._answer.done():
+            self._answer.set_result((int(self._received[9:12]), self._received[head + 4 : end]))
+            self._received = self._received[end:]
+
     async def open(self) -> None:
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
+        await asyncio.get_running_loop().create_connection(lambda: self, "127.0.0.1", self._port)
 
     async def ask(self, method: str, path: str, body: bytes = b"", kind: str = "application/json") -> tuple[int, bytes]:
-        if self._writer.is_closing() or self._reader.at_eof():
+        if self._transport is None:
             await self.open()
+        assert self._transport is not None
+        self._answer = asyncio.get_running_loop().create_future()
         head = f"{method} {path} HTTP/1.1\r\n{self._head}Content-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._writer.write(head.encode() + body)
-        raw = await self._reader.readuntil(b"\r\n\r\n")
-        status = int(raw[9:12])
-        at = raw.lower().find(b"content-length: ")
-        length = int(raw[at + 16 : raw.index(b"\r\n", at)]) if at >= 0 else 0
-        answer = await self._reader.readexactly(length)
+        self._transport.write(head.encode() + body)
+        status, answer = await self._answer
         self.requests += 1
         if status >= 400:
             raise RuntimeError(f"{method} {path}: {status} {answer[:300]!r}")
@@ -79,9 +104,14 @@ def report_of(rank: int, world: int, rows: int) -> bytes:
 def digests_of(part: RankPart, version: int) -> bytes:
     """Numbers that add up as digests do."""
     values = [int(size.prod()) * (1000 + version) % PRIME for size in part.digests.size]
+    return encoded(None if part.is_trainer else part.instance, part.rank, tuple(part.digests.cell), tuple(values))
+
+
+@lru_cache(1024)
+def encoded(name: str | None, rank: int, cells: tuple[int, ...], values: tuple[int, ...]) -> bytes:
+    """A trainer rank sends the same to all instances."""
     digest = np.array([value << 32 | value for value in values], dtype=np.uint64)
-    name = None if part.is_trainer else part.instance
-    return wire.encode_digests(DigestReport(name, part.rank, part.digests.cell, digest))
+    return wire.encode_digests(DigestReport(name, rank, np.array(cells), digest))
 
 
 class Rank:
@@ -93,11 +123,15 @@ class Rank:
 
     async def run(self) -> None:
         await self.c.open()
+        await self.c.ask("GET", "/pairs/p/settings")
         after = 0
         part: RankPart | None = None
+        body = b""
         while True:
-            _, body = await self.c.ask("GET", f"{self.base}/orders?after={after}&wait={WAIT}")
-            for order in json.loads(body)["orders"]:
+            if not body:
+                _, body = await self.c.ask("GET", f"{self.base}/orders?after={after}&wait={WAIT}")
+            orders, body = json.loads(body)["orders"], b""
+            for order in orders:
                 after += 1
                 here = f"{self.base}/{order['epoch']}"
                 if order["action"] == "register":
@@ -111,8 +145,8 @@ class Rank:
                     _, told = await self.c.ask("POST", ready, b'{"stale": "", "layers": []}')
                     go = json.loads(told)
                     after = go["number"] + 1
-                    path = f"{here}/instance/{self.rank}/digests?version={go['version']}"
-                    await self.c.ask("POST", path, digests_of(part, go["version"]), MSGPACK)
+                    path = f"{here}/instance/{self.rank}/digests?version={go['version']}&after={after}&wait={WAIT}"
+                    _, body = await self.c.ask("POST", path, digests_of(part, go["version"]), MSGPACK)
 
     async def joined(self, here: str, member: str) -> None:
         await self.c.ask("POST", f"{here}/joined", json.dumps({"member": member}).encode())
@@ -191,14 +225,16 @@ async def play(arguments: argparse.Namespace, port: int, token: str, gateway: in
     trainers = [Trainer(make, names, rank, arguments.trainers, rows) for rank in range(arguments.trainers)]
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"{arguments.instances} instances of {arguments.ranks} ranks, {arguments.trainers} trainer ranks, 1 gateway")
-    print(f"{'':10}{'seconds':>9}{'gateway CPU':>13}{'requests':>10}")
+    print(f"{'':10}{'seconds':>9}{'gateway CPU':>13}{'ranks CPU':>12}{'requests':>10}")
     for version in range(arguments.updates + 1):
         begun, spent, asked = time.monotonic(), cpu_of(gateway), sum(c.requests for c in made)
+        own = time.process_time()
         await asyncio.gather(*(t.update(version) if version else t.connect() for t in trainers))
         seconds = time.monotonic() - begun
         label = f"update {version}" if version else "connect"
         requests = sum(c.requests for c in made) - asked
-        print(f"{label:10}{seconds:>8.2f} s{cpu_of(gateway) - spent:>11.2f} s{requests:>10}", flush=True)
+        used = f"{cpu_of(gateway) - spent:>11.2f} s{time.process_time() - own:>10.2f} s"
+        print(f"{label:10}{seconds:>8.2f} s{used}{requests:>10}", flush=True)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -224,16 +260,19 @@ def main() -> None:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     token = make_token()
-    command = [sys.executable, "-m", "weightcast", "gateway", "--json", "--port", str(port)]
-    with subprocess.Popen(
-        command, env={**os.environ, TOKEN_VARIABLE: token}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            asyncio.run(play(arguments, port, token, process.pid))
-        finally:
-            process.terminate()
+    with tempfile.TemporaryDirectory() as folder:
+        state = str(Path(folder, "state"))
+        command = [sys.executable, "-m", "weightcast", "gateway", "--json", "--port", str(port), "--state", state]
+        with subprocess.Popen(
+            command, env={**os.environ, TOKEN_VARIABLE: token}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    runner.run(play(arguments, port, token, process.pid))
+            finally:
+                process.terminate()
 
 
 if __name__ == "__main__":

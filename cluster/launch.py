@@ -67,7 +67,9 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             say(f"{name} is up at {urls[name]}")
         records = {one.name: one.record(urls[one.name]) for one in spec.instances}
         with GatewayClient(spec.gateway_url) as client:
-            client.create_pair(spec.pair, spec.trainer.ranks, records, spec.settings, commit=spec.commit)
+            client.create_pair(
+                spec.pair, spec.trainer.ranks, records, spec.settings, commit=spec.commit, topology=spec.topology
+            )
             undo.callback(_forget, spec)
         _start_trainer(spec, token, seconds)
         say(f"{spec.trainer.ranks} trainer ranks are connected")

@@ -31,6 +31,9 @@ options = { num_gpus = 2 }
 
 [settings]                           # deadlines and counts of the pair, all of them optional
 transfer = 600
+
+[topology]                           # optional: ranks of an instance pass on to each other what they receive alike
+nic_gbps = 400                       # as in the file of `weightcast plan --simulate`
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from weightcast.gateway.ray_actor import NAME
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import InputError, LayoutError
+from weightcast.transfer.topology import Topology
 
 __all__ = ["ClusterSpec", "GatewaySpec", "InstanceSpec", "TrainerSpec", "read_spec"]
 
@@ -108,6 +112,7 @@ class ClusterSpec:
     address: str = "auto"
     commit: str = "each"
     settings: dict[str, float] = field(default_factory=dict)
+    topology: dict[str, Any] | None = None
 
     @property
     def gateway_url(self) -> str:
@@ -128,7 +133,7 @@ def read_spec(path: Path) -> ClusterSpec:
 
 
 def _spec(document: dict[str, Any]) -> ClusterSpec:
-    known = ("pair", "commit", "ray", "gateway", "trainer", "instance", "settings")
+    known = ("pair", "commit", "ray", "gateway", "trainer", "instance", "settings", "topology")
     _known("the file", document, known)
     for name in ("pair", "trainer", "instance"):
         if name not in document:
@@ -152,10 +157,23 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
     _known("[ray]", place, ("address",))
     settings = document.get("settings", {})
     Settings.given(settings)
+    topology = document.get("topology")
+    if topology is not None:
+        _topology(topology)
     pair, commit = document["pair"], document.get("commit", "each")
     if not isinstance(pair, str) or not pair or commit not in ("each", "all"):
         raise InputError(f"pair is {pair!r} and commit {commit!r}, expected a name, and 'each' or 'all'")
-    return ClusterSpec(pair, trainer, instances, gateway, place.get("address", "auto"), commit, settings)
+    return ClusterSpec(pair, trainer, instances, gateway, place.get("address", "auto"), commit, settings, topology)
+
+
+def _topology(table: object) -> None:
+    """Raises InputError for what is none."""
+    if not isinstance(table, dict):
+        raise InputError("[topology] is no table")
+    try:
+        Topology.given(table)
+    except LayoutError as error:
+        raise InputError(str(error)) from None
 
 
 def _known(where: str, table: object, known: tuple[str, ...]) -> None:

@@ -29,6 +29,12 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--pair", default="load", help="name of the pair that is made for it, and forgotten after (load)"
     )
+    parser.add_argument(
+        "--topology",
+        type=Path,
+        metavar="FILE",
+        help="speeds of links as for 'weightcast plan --simulate': ranks of an engine pass on what they receive alike",
+    )
     parser.add_argument("--address", default="127.0.0.1", help="where engines reach this process (127.0.0.1)")
     add_gateway_option(parser)
     parser.set_defaults(run=_run)
@@ -43,11 +49,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
     instances = dict(_instance(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
+    topology = _topology(arguments.topology) if arguments.topology else None
     source.describe()  # what is wrong with the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
             raise InputError(f"there is a pair {arguments.pair!r} already; give another name as --pair")
-        client.create_pair(arguments.pair, 1, instances)
+        client.create_pair(arguments.pair, 1, instances, topology=topology)
         worker = TrainerWorker(
             arguments.gateway, arguments.pair, source, rank=0, world_size=1, address=arguments.address
         )
@@ -59,6 +66,18 @@ def _run(arguments: argparse.Namespace) -> int:
             client.delete_pair(arguments.pair)
     show_update(arguments.version, found, arguments.json)
     return 0
+
+
+def _topology(path: Path) -> dict[str, Any]:
+    """The fields of a topology. Raises InputError for a file that cannot be read, LayoutError for one that is none."""
+    from weightcast.transfer.errors import InputError
+    from weightcast.transfer.topology import read_topology
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    return read_topology(data).document
 
 
 def _instance(text: str) -> tuple[str, dict[str, Any]]:

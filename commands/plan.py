@@ -26,7 +26,7 @@ from weightcast.transfer.shapes import (
 )
 from weightcast.transfer.simulate import Simulation, simulate
 from weightcast.transfer.summary import Traffic, traffic_of
-from weightcast.transfer.topology import LINK_NAMES, Hosts, Topology, read_topology
+from weightcast.transfer.topology import LINK_NAMES, Hosts, read_topology
 
 __all__ = ["add"]
 
@@ -66,7 +66,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise InputError("--picture draws a simulation: give --simulate TOPOLOGY too")
     bundle = _of_shape(arguments) if arguments.shape else read_bundle(_read(arguments.layouts))
     topology = read_topology(_read(arguments.simulate)) if arguments.simulate else None
-    hosts = _hosts(bundle, topology)
+    hosts = Hosts.of(bundle.trainer_hosts, list(bundle.instance_hosts.values()), topology)
     begin = time.perf_counter()
     plan = plan_transfer(
         bundle.trainer,
@@ -129,17 +129,6 @@ def _of_shape(arguments: argparse.Namespace) -> Bundle:
     return Bundle(
         trainer[0].tensors, trainer, ("",) * len(trainer), instances, {name: ("",) * world for name in instances}
     )
-
-
-def _hosts(bundle: Bundle, topology: Topology | None) -> Hosts | None:
-    """As the bundle names them, else as the topology packs them."""
-    named = [bundle.trainer_hosts, *bundle.instance_hosts.values()]
-    if any(name for side in named for name in side):
-        return Hosts.by_name(named[0], named[1:])
-    if topology is None:
-        return None
-    worlds = [len(side) for side in named]
-    return Hosts.packed(worlds, topology.ranks_per_host or 1, colocated=topology.colocated)
 
 
 def _title(arguments: argparse.Namespace) -> str:

@@ -61,13 +61,13 @@ class Agreement:
         if not self._broken:
             self._broken = f"{instance.name} did not: {reason}"
             for other in self._instances:
-                other.notify_soon()
+                other.notify()
 
     async def _arrive(self, instance: Instance, stage: str) -> set[str]:
         here = self._reached.setdefault(stage, set())
         here.add(instance.name)
         for other in self._instances:
-            await other.notify()
+            other.notify()
         return here
 
     def _all(self, here: set[str]) -> bool:

@@ -1,8 +1,8 @@
-"""HTTP shell of the gateway: the application, its errors and its guard. The routes are in `routes`.
+"""HTTP shell of the gateway: the application, its errors and its guard. The routes are in `hot` and `routes`.
 
 JSON for people and curl, msgpack (`weightcast.transfer.wire`) for reports, parts and digests; no pickle. Every route
 wants a bearer token of its scope. Errors are JSON `{"error": class, "message": one line}` with a status of 4xx or 5xx,
-never 200.
+never 200. What ranks ask goes past the framework, through the same guard.
 """
 
 from __future__ import annotations
@@ -12,43 +12,39 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from weightcast.gateway.guard import Guard, Scope
+from weightcast.gateway.asked import HotRoutes, Reply, refusal, refusal_of
+from weightcast.gateway.guard import App, Guard, Receive, Scope, Send
+from weightcast.gateway.hot import hot_routes
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.routes import add_routes
-from weightcast.gateway.tokens import Access, Tokens, make_token
-from weightcast.transfer.errors import (
-    AuthorizationError,
-    ControlError,
-    CoverageError,
-    DescribeError,
-    InputError,
-    WeightcastError,
-)
+from weightcast.gateway.tokens import Access, Throttle, Tokens, make_token
+from weightcast.transfer.errors import WeightcastError
 
 __all__ = ["make_app", "make_token", "scope_of"]
 
-_STATUS: tuple[tuple[type[WeightcastError], int], ...] = (
-    (AuthorizationError, 401),
-    (InputError, 400),
-    (CoverageError, 422),
-    (DescribeError, 422),
-    (ControlError, 409),
-    (WeightcastError, 409),
-)
+
+class _Application(FastAPI):
+    """An application whose hot routes are found first."""
+
+    hot: HotRoutes
+    guarded: App
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self.hot.find(scope) if scope["type"] == "http" else None
+        if found is None:
+            await super().__call__(scope, receive, send)
+        else:
+            scope["hot"] = found
+            await self.guarded(scope, receive, send)
 
 
-def _error_response(error: WeightcastError) -> JSONResponse:
-    return _refusal(type(error).__name__, str(error), next(code for kind, code in _STATUS if isinstance(error, kind)))
-
-
-def _refusal(error: str, message: str, status: int) -> JSONResponse:
-    """One line of text that can be encoded, whatever was quoted in it."""
-    line = " ".join(message.encode("utf-8", "backslashreplace").decode().split())
-    return JSONResponse({"error": error, "message": line}, status_code=status)
+async def _answer(scope: Scope, receive: Receive, send: Send) -> None:
+    """What `HotRoutes` has found."""
+    await scope["hot"](scope, receive, send)
 
 
 def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
@@ -60,7 +56,7 @@ def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
         yield
         await gateway.close()
 
-    app = FastAPI(
+    app = _Application(
         title="weightcast gateway",
         docs_url=None,
         redoc_url=None,
@@ -68,6 +64,8 @@ def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
         redirect_slashes=False,
         lifespan=lifespan,
     )
+    hot = hot_routes(gateway)
+    app.router.routes.extend(hot)
     add_routes(app, gateway)
 
     def needs(scope: Scope) -> Access:
@@ -77,22 +75,25 @@ def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
                 return scope_of(route)
         return Access.READ
 
-    app.add_middleware(Guard, tokens=tokens, needs=needs, refused=gateway.metrics.refused)
+    throttle, refused = Throttle(), gateway.metrics.refused
+    app.hot = HotRoutes(hot)
+    app.guarded = Guard(_answer, tokens, lambda _: Access.WORKER, refused, throttle)
+    app.add_middleware(Guard, tokens=tokens, needs=needs, refused=refused, throttle=throttle)
 
     @app.exception_handler(WeightcastError)
-    async def weightcast_error(_: Request, error: WeightcastError) -> JSONResponse:
-        return _error_response(error)
+    async def weightcast_error(_: Request, error: WeightcastError) -> Response:
+        return _response(refusal_of(error))
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return _refusal("InputError", f"{where}: {first['msg']}"[:1000], 422)
+        return _response(refusal("InputError", f"{where}: {first['msg']}"[:1000], 422))
 
     @app.exception_handler(HTTPException)
-    async def no_route(request: Request, error: HTTPException) -> JSONResponse:
+    async def no_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"[:1000]
-        return _refusal("ControlError", message, error.status_code)
+        return _response(refusal("ControlError", message, error.status_code))
 
     return app
 
@@ -101,3 +102,7 @@ def scope_of(route: Route) -> Access:
     """The scope that a route was declared with; the narrowest for one that was declared with none."""
     tags = list(getattr(route, "tags", []))
     return Access[str(tags[0]).upper()] if len(tags) == 1 else Access.OPERATOR
+
+
+def _response(reply: Reply) -> Response:
+    return Response(reply.body, reply.status, media_type=reply.kind.decode())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
+from weightcast.transfer.errors import InputError, LayoutError
+from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
 __all__ = [
@@ -56,13 +58,18 @@ class PairBody(_Body):
     bucket_bytes: int = Field(default=512 << 20, ge=1 << 10, le=1 << 40)
     commit: Literal["each", "all"] = "each"
     verify: Literal["full", "sampled", "off"] = "full"
+    topology: dict[str, Any] | None = None
 
     def spec(self, name: str) -> PairSpec:
-        """The record of it. Raises InputError for settings that there are none of."""
+        """The record of it. Raises InputError for settings that there are none of, and for what is no topology."""
         instances = {key: engine.spec() for key, engine in self.instances.items()}
         settings = Settings.given(self.settings)
         verify = Verify(self.verify)
-        return PairSpec(name, self.trainer_world, instances, settings, self.bucket_bytes, self.commit, verify)
+        try:
+            topology = None if self.topology is None else Topology.given(self.topology)
+        except LayoutError as error:
+            raise InputError(str(error)) from None
+        return PairSpec(name, self.trainer_world, instances, settings, self.bucket_bytes, self.commit, verify, topology)
 
 
 class RendezvousBody(_Body):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 from weightcast.transfer.errors import DeadlineError
@@ -29,15 +30,13 @@ class Journal(Generic[T]):
         self._entries.append(entry)
         self.count += 1
 
-    @property
-    def entries(self) -> tuple[T, ...]:
-        """Those that are still there, oldest first."""
-        return tuple(self._entries)
+    def latest(self) -> Iterator[tuple[int, T]]:
+        """Those that are still there with their numbers, newest first."""
+        return zip(range(self.count - 1, -1, -1), reversed(self._entries), strict=False)
 
     def since(self, number: int) -> list[T]:
         """Those from `number` on that are still there."""
-        new = self.count - number
-        return list(self._entries)[-new:] if new > 0 else []
+        return [entry for _, entry in islice(self.latest(), max(self.count - number, 0))][::-1]
 
 
 class Changes:
@@ -45,19 +44,14 @@ class Changes:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._changed = asyncio.Condition()
-        self._notifying: set[asyncio.Task[None]] = set()
+        self._waits: dict[asyncio.Future[bool], Callable[[], bool]] = {}
 
-    async def notify(self) -> None:
-        """Wakes every wait on this state; call after each change of it."""
-        async with self._changed:
-            self._changed.notify_all()
-
-    def notify_soon(self) -> None:
-        """The same from where nothing can be awaited."""
-        task = asyncio.create_task(self.notify())
-        self._notifying.add(task)
-        task.add_done_callback(self._notifying.discard)
+    def notify(self) -> None:
+        """Wakes the waits on this state that are over; call after each change of it."""
+        over = [woken for woken, ready in self._waits.items() if ready()]
+        for woken in over:
+            _wake(woken, True)
+            del self._waits[woken]
 
     async def wait(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
         """Until `ready()`. Raises DeadlineError with what `missing()` says when `seconds` have passed."""
@@ -65,15 +59,30 @@ class Changes:
             raise DeadlineError(f"{self._label}: {missing()} within {seconds:g} s")
 
     async def poll(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Like `wait`, for long polls: False instead of an error when the time is over."""
-        if ready():
-            return True
-        try:
-            async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(ready)
-        except TimeoutError:
-            return False
+        """Like `wait`, for long polls: False instead of an error when the time is over.
+
+        `ready` is asked at each change, by whoever makes it: it only looks, and is quick.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while not ready():
+            if loop.time() >= until:
+                return False
+            woken = loop.create_future()
+            self._waits[woken] = ready
+            late = loop.call_at(until, _wake, woken, False)
+            try:
+                if not await woken:
+                    return ready()
+            finally:
+                late.cancel()
+                self._waits.pop(woken, None)
         return True
+
+
+def _wake(woken: asyncio.Future[bool], changed: bool) -> None:
+    if not woken.done():
+        woken.set_result(changed)
 
 
 class Side(Changes):

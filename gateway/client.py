@@ -21,6 +21,7 @@ from weightcast.transfer import errors, wire
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.plan import RankPart
+from weightcast.transfer.topology import Topology
 from weightcast.transfer.wire import DigestReport
 
 __all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered"]
@@ -30,6 +31,7 @@ TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 _MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
 """Seconds of one long poll."""
+_LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
 
@@ -95,8 +97,8 @@ class GatewayClient:
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from error
             else:
-                # A neighbour with a wrong token makes the gateway deaf for some seconds.
-                if response.status_code != httpx.codes.TOO_MANY_REQUESTS or time.monotonic() >= until:
+                # A neighbour with a wrong token makes the gateway deaf for some seconds; or it is stopping.
+                if response.status_code not in _LATER or time.monotonic() >= until:
                     break
             time.sleep(_AGAIN)
         self._reached = True
@@ -125,10 +127,13 @@ class GatewayClient:
         bucket_bytes: int | None = None,
         commit: str = "each",
         verify: str = "full",
+        topology: Mapping[str, Any] | None = None,
     ) -> None:
         """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
         `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
+        `topology` are the fields of `Topology`, at least `{"nic_gbps": ..}`: then ranks of an instance pass on to each
+        other what they receive alike, where that is faster.
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
         body |= {"commit": commit, "verify": verify}
@@ -136,6 +141,8 @@ class GatewayClient:
             body["settings"] = dict(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
+        if topology is not None:
+            body["topology"] = Topology.given(topology).document
         self._call("PUT", f"/pairs/{pair}", json=body)
 
     def delete_pair(self, pair: str) -> None:
@@ -157,6 +164,10 @@ class GatewayClient:
     def pair_status(self, pair: str) -> dict[str, Any]:
         """One pair."""
         return dict(self._call("GET", f"/pairs/{pair}").json())
+
+    def settings(self, pair: str) -> dict[str, float]:
+        """The settings of a pair."""
+        return dict(self._call("GET", f"/pairs/{pair}/settings").json())
 
     def inspect(self, pair: str, instance: str) -> dict[str, Any]:
         """Coverage, slots, replicas and same-rank pairs of an instance."""
@@ -191,8 +202,7 @@ class GatewayClient:
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
         params = {"after": after, "wait": min(wait, POLL), "known": known}
-        answer = self._call("GET", path, params=params).json()
-        return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
+        return _orders_of(self._call("GET", path, params=params).json())
 
     def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
         """How the update ended on each instance; waits for it."""
@@ -300,12 +310,30 @@ class GatewayClient:
         self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/moved", json=body)
 
     def digests(
-        self, pair: str, instance: str, epoch: int, side: str, rank: int, version: int, report: DigestReport
-    ) -> None:
-        """Reports the digests of a rank."""
+        self,
+        pair: str,
+        instance: str,
+        epoch: int,
+        side: str,
+        rank: int,
+        version: int,
+        report: DigestReport,
+        *,
+        after: int | None = None,
+        known: str = "",
+    ) -> Orders | None:
+        """Reports the digests of a rank. With `after` it waits like `orders`, up to POLL seconds."""
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
+        params: dict[str, Any] = {"version": version}
+        if after is not None:
+            params |= {"after": after, "wait": POLL, "known": known}
         content = wire.encode_digests(report)
-        self._call("POST", path, params={"version": version}, content=content, headers=_MSGPACK)
+        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        return None if after is None else _orders_of(answer)
+
+
+def _orders_of(answer: dict[str, Any]) -> Orders:
+    return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
 
 
 def _error_of(response: httpx.Response, what: str) -> WeightcastError:

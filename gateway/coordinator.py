@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from weightcast.gateway.instance import Instance, absent
@@ -15,6 +16,7 @@ from weightcast.gateway.merge import InstanceLayout, TrainerLayout, merge_instan
 from weightcast.gateway.pairs import Event, Phase
 from weightcast.gateway.records import Order
 from weightcast.gateway.service import Pair, as_weightcast_error
+from weightcast.gateway.verify import DigestCheck
 from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.replan import Planner
@@ -112,25 +114,29 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     tables = {name: layout.tables for name, layout in layouts.items()}
     # Instances that connect anew after their experts moved are planned from what changed.
     planner = pair.planners.setdefault(tuple(tables), Planner())
+    topology = pair.spec.topology
+    if topology is not None:
+        topology = replace(topology, between_instances=False)  # instances share no communicator
     try:
-        hosts = Hosts.by_name(trainer.hosts, [layout.hosts for layout in layouts.values()])
-        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts)
+        hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
+        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts, topology=topology)
         plan = await asyncio.to_thread(lambda: planned.plan)
         share = pair.spec.bucket_bytes // max(1, len(pair.instances))
         parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
+        checks = DigestCheck(plan)
     except WeightcastError as error:
         for name in layouts:
             await _connect_failed(pair, pair.instances[name], error)
         return
     for name in layouts:
         instance = pair.instances[name]
-        instance.plan, instance.parts = plan, parts
+        instance.parts, instance.checks = parts, checks
         instance.on(Event.PLAN)
         await pair.give(instance, Order("join", instance.record.epoch))
 
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
-    if instance.plan is None:
+    if instance.parts is None:
         await call  # the ranks were told of the failure, so the engine's call comes back
         return
     members = set(instance.members)
@@ -160,5 +166,5 @@ async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError
 def watched(instance: Instance, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """An engine's call as a task whose end wakes the waits of the instance: it may be the last that they wait for."""
     task = asyncio.create_task(call)
-    task.add_done_callback(lambda _: instance.notify_soon())
+    task.add_done_callback(lambda _: instance.notify())
     return task

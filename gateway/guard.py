@@ -9,7 +9,7 @@ from typing import Any
 
 from weightcast.gateway.tokens import Access, Throttle, Tokens
 
-__all__ = ["MAX_BODY", "MAX_JSON", "MSGPACK", "Guard"]
+__all__ = ["MAX_BODY", "MAX_JSON", "MSGPACK", "App", "Guard", "Receive", "Scope", "Send"]
 
 MSGPACK = "application/msgpack"
 MAX_BODY = 64 << 20

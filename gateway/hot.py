@@ -1,139 +1,238 @@
-"""The routes that every rank asks in every update, without the framework's machinery: there are thousands a second.
+"""What ranks ask. Their scope is "worker".
 
-What they take is checked by hand, and as strictly: InputError for what is missing, of another type or out of range.
+In every update each inference rank asks a few times, each trainer rank once for each instance and a few times for all.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import asdict
 
-from fastapi import FastAPI
-from pydantic import ValidationError
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
-from weightcast.gateway.bodies import ReadyBody
-from weightcast.gateway.guard import MAX_BODY
+from weightcast.gateway.asked import NOTHING, Answer, Asked, HotRoute, Reply, decoded, json_reply
+from weightcast.gateway.bodies import BeatBody, FailureBody, MemberBody, MovedBody, OfferBody, ReadyBody, RendezvousBody
+from weightcast.gateway.guard import MSGPACK
 from weightcast.gateway.instance import Instance
 from weightcast.gateway.pool import Gateway
-from weightcast.gateway.records import as_json
-from weightcast.transfer import wire
-from weightcast.transfer.errors import InputError
+from weightcast.gateway.records import Order, as_json
+from weightcast.gateway.service import Pair
+from weightcast.transfer import errors, wire
+from weightcast.transfer.errors import ControlError, InputError
 
-__all__ = ["EPOCH", "MAX_POLL", "add_hot_routes", "decoded"]
+__all__ = ["hot_routes"]
 
-MAX_POLL = 30.0
-"""Longest long poll in seconds; clients ask again."""
-LARGE_BODY = 256 << 10
-"""Bodies above so many bytes are decoded beside the event loop."""
-EPOCH = "/pairs/{name}/instances/{instance}/{epoch}"
+_TRAINER = "/pairs/{name}/trainer/{rank}"
+_INSTANCE = "/pairs/{name}/instances/{instance}"
+_EPOCH = _INSTANCE + "/{epoch}"
 """Of what is asked for one epoch of an instance."""
-_BIG = 1 << 62
-
-T = TypeVar("T")
-Answer = Callable[[Request], Awaitable[Response]]
+_SIDES = ("trainer", "instance")
 
 
-class _HotRoute(Route):
-    """A route for workers."""
+class _Routes:
+    """Answers of one gateway, in the order in which they were added."""
 
-    tags = ("worker",)
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.made: list[HotRoute] = []
 
+    def add(self, method: str, path: str) -> Callable[[Answer], Answer]:
+        """Makes an answer that of a route."""
 
-def add_hot_routes(app: FastAPI, gateway: Gateway) -> None:
-    """Adds them before all others: routes are looked for in their order."""
-
-    def route(method: str, path: str) -> Callable[[Answer], Answer]:
         def add(answer: Answer) -> Answer:
-            app.router.routes.append(_HotRoute(path, answer, methods=[method]))
+            self.made.append(HotRoute(method, path, answer))
             return answer
 
         return add
 
-    def at(request: Request) -> Instance:
-        return gateway.pair(request.path_params["name"]).instance(request.path_params["instance"])
+    def pair(self, asked: Asked) -> Pair:
+        """The pair that a path names."""
+        return self.gateway.pair(asked.path["name"])
 
-    def listed(orders: list[dict[str, Any]], count: int) -> Response:
-        return JSONResponse({"orders": orders, "boot": gateway.boot, "given": count})
+    def at(self, asked: Asked) -> tuple[Instance, int]:
+        """The instance that a path names, and the epoch."""
+        return self.pair(asked).instance(asked.path["instance"]), asked.whole("epoch")
 
-    @route("GET", "/pairs/{name}/orders")
-    async def pair_orders(request: Request) -> Response:
-        pair = gateway.pair(request.path_params["name"])
-        after, wait, known = _polling(request)
-        new = await pair.orders_from(after, wait) if known in ("", gateway.boot) else []
-        return listed([{"instance": instance, **as_json(order)} for instance, order in new], pair.orders.count)
+    def polling(self, asked: Asked) -> tuple[int, float]:
+        """Number of the first order, and seconds; whoever counts the orders of another life is answered at once."""
+        known = asked.text("known")
+        here = known in ("", self.gateway.boot)
+        return asked.whole("after", "0") if here else 1 << 62, asked.wait() if here else 0.0
 
-    @route("GET", "/pairs/{name}/instances/{instance}/orders")
-    async def orders(request: Request) -> Response:
-        found = at(request)
-        after, wait, known = _polling(request)
-        new = await found.orders_from(after, wait) if known in ("", gateway.boot) else []
-        return listed([as_json(order) for order in new], found.orders.count)
+    def listed(self, orders: list[dict[str, object]], count: int) -> Reply:
+        """Orders, which start of the gateway gave them, and how many it has given."""
+        return json_reply({"orders": orders, "boot": self.gateway.boot, "given": count})
 
-    async def told(found: Instance, epoch: int, wait: float) -> Response:
-        order = await found.go(epoch, wait)
-        return Response(status_code=204) if order is None else JSONResponse({"number": order[0], **as_json(order[1])})
+    async def orders(self, asked: Asked, found: Instance) -> Reply:
+        """The orders of an instance that are asked for."""
+        new = await found.orders_from(*self.polling(asked))
+        return self.listed([as_json(order) for order in new], found.orders.count)
 
-    @route("POST", EPOCH + "/ranks/{rank}/ready")
-    async def ready(request: Request) -> Response:
-        found, epoch = at(request), _whole(request.path_params, "epoch")
-        try:
-            body = ReadyBody.model_validate_json(await request.body())
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"body.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        await found.ready(epoch, _whole(request.path_params, "rank"), " ".join(body.stale.split()), body.layers)
-        return await told(found, epoch, _wait(request))
 
-    @route("GET", EPOCH + "/go")
-    async def go(request: Request) -> Response:
-        return await told(at(request), _whole(request.path_params, "epoch"), _wait(request))
+def hot_routes(gateway: Gateway) -> list[HotRoute]:
+    """All of them."""
+    routes = _Routes(gateway)
+    _orders(routes)
+    _update(routes)
+    _connect(routes)
+    _trainer(routes)
+    return routes.made
 
-    @route("POST", EPOCH + "/{side}/{rank}/digests")
-    async def digests(request: Request) -> Response:
-        found, side = at(request), request.path_params["side"]
-        if side not in ("trainer", "instance"):
-            raise InputError(f"side is {side!r}, expected 'trainer' or 'instance'")
-        epoch, rank = _whole(request.path_params, "epoch"), _whole(request.path_params, "rank")
-        version = _whole(request.query_params, "version")
-        report = await decoded(request, wire.decode_digests)
+
+def _orders(routes: _Routes) -> None:
+    """What all ranks follow, and their signs of life."""
+
+    @routes.add("GET", "/pairs/{name}/orders")
+    async def pair_orders(asked: Asked) -> Reply:
+        pair = routes.pair(asked)
+        new = await pair.orders_from(*routes.polling(asked))
+        return routes.listed([{"instance": instance, **as_json(order)} for instance, order in new], pair.orders.count)
+
+    @routes.add("GET", _INSTANCE + "/orders")
+    async def orders(asked: Asked) -> Reply:
+        return await routes.orders(asked, routes.pair(asked).instance(asked.path["instance"]))
+
+    @routes.add("GET", "/pairs/{name}/settings")
+    async def settings(asked: Asked) -> Reply:
+        return json_reply(asdict(routes.pair(asked).spec.settings))
+
+    @routes.add("POST", _TRAINER + "/beat")
+    async def trainer_beat(asked: Asked) -> Reply:
+        await routes.pair(asked).beat(asked.whole("rank"))
+        return json_reply({})
+
+    @routes.add("POST", _INSTANCE + "/ranks/{rank}/beat")
+    async def beat(asked: Asked) -> Reply:
+        found = routes.pair(asked).instance(asked.path["instance"])
+        await found.beat(asked.whole("rank"), (await asked.json(BeatBody)).identity)
+        return json_reply({})
+
+
+def _update(routes: _Routes) -> None:
+    """What every rank asks in every update of an instance."""
+
+    async def told(found: Instance, epoch: int, wait: float) -> Reply:
+        return _numbered(await found.go(epoch, wait))
+
+    @routes.add("POST", _EPOCH + "/ranks/{rank}/ready")
+    async def ready(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        body = await asked.json(ReadyBody)
+        await found.ready(epoch, asked.whole("rank"), " ".join(body.stale.split()), body.layers)
+        return await told(found, epoch, asked.wait())
+
+    @routes.add("GET", _EPOCH + "/go")
+    async def go(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        return await told(found, epoch, asked.wait())
+
+    @routes.add("POST", _EPOCH + "/{side}/{rank}/digests")
+    async def digests(asked: Asked) -> Reply:
+        """Who says which orders it has followed is answered with the next one."""
+        pair, (found, epoch), side = routes.pair(asked), routes.at(asked), _side(asked)
+        rank, version = asked.whole("rank"), asked.whole("version")
+        body = await asked.body()
+        report = pair.sent.get(rank, body) if side == "trainer" else None
+        if report is None:
+            report = await decoded(body, wire.decode_digests)
         await found.report_digests(epoch, side, rank, version, report)
-        return JSONResponse({})
+        if side == "trainer":
+            pair.sent.keep(rank, body, report)
+        return await routes.orders(asked, found) if asked.has("after") else json_reply({})
+
+    @routes.add("POST", _EPOCH + "/ranks/{rank}/moved")
+    async def moved(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        body = await asked.json(MovedBody)
+        await found.report_moved(epoch, asked.whole("rank"), body.version, body.layers)
+        return json_reply({})
+
+    @routes.add("POST", _EPOCH + "/failures")
+    async def failures(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        body = await asked.json(FailureBody)
+        kind = getattr(errors, body.error, None) if body.error in errors.__all__ else None
+        message = " ".join(body.message.split())
+        await found.fail_rank(epoch, " ".join(body.who.split()), (kind or ControlError)(message))
+        return json_reply({})
 
 
-async def decoded(request: Request, decode: Callable[..., T]) -> T:
-    """The message in a body, whose length the guard has limited."""
-    body = await request.body()
-    if len(body) > LARGE_BODY:
-        return await asyncio.to_thread(decode, body, max_bytes=MAX_BODY)
-    return decode(body, max_bytes=MAX_BODY)
+def _connect(routes: _Routes) -> None:
+    """What the members of an instance's communicator ask once an epoch."""
+
+    @routes.add("POST", _INSTANCE + "/ranks/{rank}/restarted")
+    async def restarted(asked: Asked) -> Reply:
+        await routes.pair(asked).instance(asked.path["instance"]).restarted(asked.whole("rank"))
+        return json_reply({})
+
+    @routes.add("POST", _EPOCH + "/ranks/{rank}/report")
+    async def report(asked: Asked) -> Reply:
+        (found, epoch), rank = routes.at(asked), asked.whole("rank")
+        identity, uncommitted = asked.text("identity"), asked.flag("uncommitted")
+        verified = asked.whole("verified") if asked.has("verified") else None
+        body = await asked.message(wire.decode_report)
+        committed = await found.register(epoch, rank, body, identity, uncommitted, verified)
+        return json_reply({"registered": rank, "committed": committed})
+
+    @routes.add("GET", _EPOCH + "/parts/{side}/{rank}")
+    async def part(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        encoded = await found.part(epoch, _side(asked), asked.whole("rank"), asked.wait())
+        return NOTHING if encoded is None else Reply(200, encoded, MSGPACK.encode())
+
+    @routes.add("PUT", _EPOCH + "/rendezvous")
+    async def set_rendezvous(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        body = await asked.json(RendezvousBody)
+        await found.set_rendezvous(epoch, body.host, body.port)
+        return json_reply({})
+
+    @routes.add("GET", _EPOCH + "/rendezvous")
+    async def rendezvous(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        meeting = await found.rendezvous(epoch, asked.wait())
+        return NOTHING if meeting is None else json_reply({"host": meeting[0], "port": meeting[1]})
+
+    @routes.add("POST", _EPOCH + "/joined")
+    async def joined(asked: Asked) -> Reply:
+        found, epoch = routes.at(asked)
+        await found.join(epoch, (await asked.json(MemberBody)).member)
+        return json_reply({})
 
 
-def _polling(request: Request) -> tuple[int, float, str]:
-    """`after`, `wait` and `known` of a long poll for orders."""
-    known = request.query_params.get("known", "")
-    if len(known) > 64:
-        raise InputError(f"known has {len(known)} characters, expected at most 64")
-    return _whole(request.query_params, "after", "0"), _wait(request), known
+def _trainer(routes: _Routes) -> None:
+    """What the ranks of a trainer ask for all instances."""
+    gateway = routes.gateway
+
+    @routes.add("POST", "/pairs/{name}/connect")
+    async def connect(asked: Asked) -> Reply:
+        gateway.start_connect(asked.path["name"])
+        return json_reply({"connecting": asked.path["name"]})
+
+    @routes.add("POST", _TRAINER + "/report")
+    async def report(asked: Asked) -> Reply:
+        pair, rank, start = routes.pair(asked), asked.whole("rank"), asked.text("start")
+        found = await asked.message(wire.decode_report)
+        generation, first = await pair.register_trainer(rank, found, start)
+        return json_reply({"generation": generation, "first_order": first, "boot": gateway.boot})
+
+    @routes.add("POST", "/pairs/{name}/offers")
+    async def offer(asked: Asked) -> Reply:
+        body = await asked.json(OfferBody)
+        offered = await gateway.offer(asked.path["name"], body.rank, body.version)
+        return json_reply({"offered": offered, "boot": gateway.boot})
+
+    @routes.add("GET", "/pairs/{name}/updates/{version}/instances")
+    async def begun(asked: Asked) -> Reply:
+        gateway.check_boot(asked.text("known"))
+        found = await routes.pair(asked).begun(asked.whole("version"), asked.wait())
+        return NOTHING if found is None else json_reply({"instances": found[0], "first_order": found[1]})
 
 
-def _wait(request: Request) -> float:
-    given = request.query_params.get("wait", "0")
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds <= MAX_POLL:
-        raise InputError(f"wait is {given[:80]!r}, expected seconds between 0 and {MAX_POLL:g}")
-    return seconds
+def _side(asked: Asked) -> str:
+    side = asked.path["side"]
+    if side not in _SIDES:
+        raise InputError(f"side is {side!r}, expected 'trainer' or 'instance'")
+    return side
 
 
-def _whole(values: Any, name: str, default: str = "") -> int:
-    """A whole number of a path or query that is not negative."""
-    given = str(values.get(name, default))
-    if not (given.isascii() and given.isdigit() and len(given) < 20 and int(given) < _BIG):
-        raise InputError(f"{name} is {given[:80]!r}, expected a whole number of at least 0")
-    return int(given)
+def _numbered(order: tuple[int, Order] | None) -> Reply:
+    return NOTHING if order is None else json_reply({"number": order[0], **as_json(order[1])})

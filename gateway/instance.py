@@ -18,6 +18,8 @@ from weightcast.gateway.merge import InstanceLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.store import SavedInstance, Store
+from weightcast.gateway.verify import DigestCheck
+from weightcast.transfer import wire
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -28,7 +30,6 @@ from weightcast.transfer.errors import (
 )
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.plan import RankPart, TransferPlan
 from weightcast.transfer.wire import DigestReport
 
 __all__ = ["Instance", "absent", "check_rank", "check_report"]
@@ -70,8 +71,8 @@ class Instance(Side):
     def clear_epoch(self) -> None:
         """Forgets what belongs to one epoch: reports, plan, rendezvous and who joined."""
         self.reports: dict[int, RankReport] = {}
-        self.plan: TransferPlan | None = None
         self.parts: PlanParts | None = None
+        self.checks: DigestCheck | None = None
         self.meeting: tuple[str, int] | None = None
         self.joined: set[str] = set()
         self.failure: WeightcastError | None = None
@@ -143,7 +144,7 @@ class Instance(Side):
         """Ends what is under way with `error`, unless something else has failed before."""
         if self.failure is None:
             self.failure = error
-        self.notify_soon()
+        self.notify()
 
     async def until(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
         """Like `wait`, but ends at once with the failure of a rank of this instance, or when one has fallen silent."""
@@ -193,7 +194,7 @@ class Instance(Side):
         self.identities[rank] = identity
         self.reports[rank] = report
         self._speaks(rank)
-        await self.notify()
+        self.notify()
         return committed
 
     async def restarted(self, rank: int) -> None:
@@ -209,7 +210,7 @@ class Instance(Side):
             self.failure = error
         if self.record.phase is Phase.CONNECTED:
             self.on(Event.FAIL, reason=str(self.failure))
-        await self.notify()
+        self.notify()
 
     def _speaks(self, rank: int) -> None:
         """A rank that is missed and asks for something lives, even if its beat has not come yet."""
@@ -223,16 +224,16 @@ class Instance(Side):
             await self.restarted(rank)
         if self.hear(rank, time.monotonic()):
             log.info("rank %d is heard again", rank, extra={"pair": self.pair, "instance": self.name, "rank": rank})
-            await self.notify()
+            self.notify()
 
     async def fail_rank(self, epoch: int, who: str, error: WeightcastError) -> None:
         """A rank could not do its step; the first failure of an epoch is kept and stops the update."""
         self.check_epoch(epoch)
         self.stop(type(error)(f"{who}: {error}"))
-        await self.notify()
+        self.notify()
 
-    async def part(self, epoch: int, side: str, rank: int, wait: float) -> RankPart | None:
-        """A rank's part of the plan; None while there is no plan yet. Raises what made planning fail."""
+    async def part(self, epoch: int, side: str, rank: int, wait: float) -> bytes | None:
+        """A rank's part of the plan as it is sent; None while there is no plan yet. Raises what made planning fail."""
         self.check_epoch(epoch)
         await self.poll(lambda: self.parts is not None or self.failure is not None or self.record.epoch != epoch, wait)
         self.check_epoch(epoch)
@@ -241,13 +242,13 @@ class Instance(Side):
         if self.parts is None:
             return None
         make = self.parts.trainer_part if side == "trainer" else self.parts.instance_part
-        return await asyncio.to_thread(make, self.name, rank)
+        return await asyncio.to_thread(lambda: wire.encode_part(make(self.name, rank)))
 
     async def set_rendezvous(self, epoch: int, host: str, port: int) -> None:
         """Where the first member of the communicator listens."""
         self.check_epoch(epoch)
         self.meeting = (host, port)
-        await self.notify()
+        self.notify()
 
     async def rendezvous(self, epoch: int, wait: float) -> tuple[str, int] | None:
         """Where to join; None while nobody listens yet."""
@@ -263,7 +264,7 @@ class Instance(Side):
         if member not in self.members:
             raise InputError(f"{member!r} is no member of the communicator of instance {self.name}")
         self.joined.add(member)
-        await self.notify()
+        self.notify()
 
     async def ready(self, epoch: int, rank: int, stale: str, layers: Collection[int] | None) -> None:
         """A rank checked its layout.
@@ -278,7 +279,7 @@ class Instance(Side):
             known = self.stale_layers
             self.stale_layers = None if layers is None or known is None else known | set(layers)
         self.ready_ranks.add(rank)
-        await self.notify()
+        self.notify()
 
     async def go(self, epoch: int, wait: float) -> tuple[int, Order] | None:
         """What a rank that reported ready is to do, and the number of that order: "run", or "end" when the update was
@@ -289,10 +290,8 @@ class Instance(Side):
         def last() -> tuple[int, Order]:
             # Of this epoch: the next one may have begun before this rank was woken. None at all: an earlier life of
             # the gateway gave them.
-            entries = reversed(self.orders.entries)
-            mine = ((number, order) for number, order in enumerate(entries) if order.epoch == epoch)
-            back, order = next(mine, (-1, Order("end", epoch, reason=RESTARTED)))
-            return self.orders.count - 1 - back, order
+            mine = (found for found in self.orders.latest() if found[1].epoch == epoch)
+            return next(mine, (self.orders.count, Order("end", epoch, reason=RESTARTED)))
 
         def decided() -> bool:
             return last()[1].action in ("run", "end", "failed", "left")
@@ -308,7 +307,7 @@ class Instance(Side):
         if not layers:
             raise InputError(f"{self.name} rank {rank}: no layers are named that changed")
         self.moved[rank] = tuple(sorted(layers))
-        await self.notify()
+        self.notify()
 
     async def report_digests(self, epoch: int, side: str, rank: int, version: int, report: DigestReport) -> None:
         """The digests of a rank of the trainer or of this instance after `version` was transferred."""
@@ -317,14 +316,14 @@ class Instance(Side):
         trainer = side == "trainer"
         check_rank("trainer" if trainer else self.name, rank, self.trainer_world if trainer else self.world, self.pair)
         (self.trainer_digests if trainer else self.digests)[rank] = report
-        await self.notify()
+        self.notify()
 
     # What ranks are told
 
     async def give(self, order: Order) -> None:
         """Appends an order for the ranks of the communicator."""
         self.orders.add(order)
-        await self.notify()
+        self.notify()
 
     async def orders_from(self, after: int, wait: float) -> list[Order]:
         """The orders from number `after` on; empty when there is none within `wait` seconds."""

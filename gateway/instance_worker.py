@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.client import POLL, GatewayClient, Orders
 from weightcast.gateway.digests import PartDigests
 from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
@@ -74,6 +74,7 @@ class InstanceWorker:
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = ""
+        self._ahead: Orders | None = None
         self._identity = identity or uuid.uuid4().hex
         self._target: int | None = None
         self._verified: int | None = None
@@ -173,8 +174,10 @@ class InstanceWorker:
                 return False
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
-            self._client.digests(*where, "instance", self._rank, target, digests.report)
-            self._verified = target
+            self._verified = target  # whoever never hears of it cannot have committed it
+            self._ahead = self._client.digests(
+                *where, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
+            )
             return True
         except BaseException as error:
             self._tell(error)
@@ -188,10 +191,12 @@ class InstanceWorker:
         """
         if self._cursor is None:
             self._cursor = self._first_order()
+        self._ahead = None
         busy, until = False, time.monotonic() + wait
         while True:
             patience = POLL if busy else max(0.0, until - time.monotonic())
-            found = self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
+            found = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
+            self._ahead = None
             if found.boot != self._boot:
                 return self._meet_again(found.boot, found.given)
             for number, order in enumerate(found.orders, found.given - len(found.orders)):

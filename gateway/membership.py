@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
 
 __all__ = [
+    "HOST_VARIABLE",
     "Change",
     "Member",
     "Waits",
@@ -32,6 +34,9 @@ __all__ = [
     "only_layers",
     "report_of",
 ]
+
+HOST_VARIABLE = "WEIGHTCAST_HOST"
+"""Environment variable that names a rank's host for the planner, where containers have host names of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Waits:
     @classmethod
     def of_pair(cls, client: GatewayClient, pair: str, deadline: float | None) -> Waits:
         """From the settings that the gateway has for a pair; sets how patient `client` is."""
-        waits = cls.of(Settings.given(client.pair_status(pair)["settings"]), deadline)
+        waits = cls.of(Settings.given(client.settings(pair)), deadline)
         client.outage = waits.outage
         return waits
 
@@ -102,7 +107,8 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
     """What goes on the wire of a layout."""
-    return RankReport(rank, world_size, socket.gethostname(), layout.table, layout.placement, layout.notes)
+    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
+    return RankReport(rank, world_size, host, layout.table, layout.placement, layout.notes)
 
 
 def join(

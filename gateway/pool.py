@@ -156,7 +156,7 @@ class Gateway:
                         side.heard.update((rank, at + asleep) for rank, at in tuple(side.heard.items()))
                     if side.listen(now):
                         log.warning("%s", side.silence(), extra={"pair": pair.spec.name})
-                        await side.notify()
+                        side.notify()
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = asyncio.create_task(work)

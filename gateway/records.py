@@ -8,6 +8,7 @@ from typing import Any, Literal
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.verify import DigestCounts
+from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
 __all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord", "as_json"]
@@ -22,7 +23,9 @@ class PairSpec:
     `commit` says who gets a version: "each" instance that has it verified, or "all" together or none: then nothing is
     written before all are ready, and no instance serves the new version unless all have it. `bucket_bytes` is the most
     memory that a rank takes beside its parameters to pack and unpack, all instances that it feeds together. `verify` is
-    how much of each update is digested.
+    how much of each update is digested. With a `topology` ranks pass on what other ranks of their instance receive
+    alike, where its cost model finds that faster; its `between_instances` is not looked at, because instances share no
+    communicator.
     """
 
     name: str
@@ -32,6 +35,7 @@ class PairSpec:
     bucket_bytes: int = 512 << 20
     commit: CommitPolicy = "each"
     verify: Verify = Verify.FULL
+    topology: Topology | None = None
 
 
 @dataclass(frozen=True, slots=True)

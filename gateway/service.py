@@ -7,6 +7,7 @@ and its ranks say is in `instance`. One event loop, no I/O but the engine driver
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from weightcast.gateway.instance import RESTARTED, Instance, absent, check_rank,
 from weightcast.gateway.merge import TrainerLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
+from weightcast.gateway.sent import Sent
 from weightcast.gateway.store import SavedInstance, Store
 from weightcast.transfer.errors import ControlError, DeadlineError, InputError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport
@@ -75,6 +77,8 @@ class Pair(Side):
         self.orders: Journal[tuple[str, Order]] = Journal(KEPT_ORDERS)
         self._starts: dict[int, str] = {}
         self._first_order = 0
+        self.sent = Sent()
+        self._result: tuple[dict[str, UpdateRecord], str] | None = None
         self._under_way: tuple[int, tuple[str, ...], int] | None = None
 
     def instance(self, name: str) -> Instance:
@@ -99,7 +103,7 @@ class Pair(Side):
         order = replace(order, trainer=self.acting)
         self.orders.add((instance.name, order))
         await instance.give(order)
-        await self.notify()
+        self.notify()
 
     async def orders_from(self, after: int, wait: float) -> list[tuple[str, Order]]:
         """The orders of all instances from number `after` on; empty when there is none within `wait` seconds."""
@@ -123,7 +127,7 @@ class Pair(Side):
             self._new_generation(rank)
         self.trainer_reports[rank] = report
         self._starts[rank] = start
-        await self.notify()
+        self.notify()
         return self.generation, self._first_order
 
     def _new_generation(self, rank: int) -> None:
@@ -144,7 +148,7 @@ class Pair(Side):
         """A trainer rank lives."""
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         if rank in self.trainer_reports and self.hear(rank, time.monotonic()):
-            await self.notify()
+            self.notify()
 
     def listen(self, now: float) -> bool:
         """See `Side.listen`. What is under way ends when a trainer rank is missing: all instances need all of them."""
@@ -181,13 +185,13 @@ class Pair(Side):
                 f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}"
             )
             self.conflict = self.conflict or error
-            await self.notify()
+            self.notify()
             raise error
         # Decided before anything is awaited: two ranks may offer at the same moment.
         first = not self.offers
         self.offers[rank] = version
         self.results.pop(version, None)
-        await self.notify()
+        self.notify()
         return first
 
     async def offered(self, version: int) -> None:
@@ -207,7 +211,7 @@ class Pair(Side):
         """The instances that the update to `version` is for, from now on fixed."""
         members = self.present
         self._under_way = (version, tuple(i.name for i in members), self.orders.count)
-        await self.notify()
+        self.notify()
         return members
 
     async def begun(self, version: int, wait: float) -> tuple[tuple[str, ...], int] | None:
@@ -230,8 +234,16 @@ class Pair(Side):
         for old in sorted(self.results)[:-KEPT_RESULTS]:
             del self.results[old]
         self.offers.clear()
+        self.sent.clear()
         self.conflict = None
         self._under_way = None
+
+    def result_text(self, version: int) -> str:
+        """How an update ended on each instance, as JSON: every trainer rank asks for it."""
+        records = self.results[version]
+        if self._result is None or self._result[0] is not records:
+            self._result = records, json.dumps({name: asdict(record) for name, record in records.items()})
+        return self._result[1]
 
     # Instances come and go
 
@@ -256,7 +268,7 @@ class Pair(Side):
             joining.on(Event.DISTRUST, reason="it had left")
         await joining.save()
         self.instances[name] = joining
-        await self.notify()
+        self.notify()
         return joining
 
     async def leave(self, name: str) -> Instance:
@@ -284,8 +296,8 @@ class Pair(Side):
                 left = Order("left", instance.record.epoch, reason=str(instance.failure or ""), trainer=self.generation)
                 self.orders.add((instance.name, left))
                 instance.orders.add(left)
-                instance.notify_soon()
-                self.notify_soon()
+                instance.notify()
+                self.notify()
 
     @classmethod
     def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:
@@ -310,6 +322,7 @@ class Pair(Side):
             "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
             "settings": asdict(self.spec.settings),
             "commit": self.spec.commit,
+            "topology": self.spec.topology.document if self.spec.topology is not None else None,
             "instances": {name: _status(i) for name, i in self.instances.items()},
         }
 

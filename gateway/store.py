@@ -13,13 +13,15 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import ControlError
+from weightcast.transfer.errors import ControlError, LayoutError
+from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
 __all__ = ["SavedInstance", "Store"]
@@ -101,7 +103,7 @@ class Store:
             rows = self._database.execute("select pair, name, state from instances order by pair, name").fetchall()
             instances = [_instance_of(*row) for row in rows]
             return [(_pair_of(name, spec), [i for i in instances if i.pair == name]) for name, spec in pairs]
-        except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError, LayoutError) as error:
             raise ControlError(f"state file {self._path} is damaged: {type(error).__name__} {error}") from error
 
     async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
@@ -173,8 +175,16 @@ class Store:
                 raise
 
 
+_STATE = tuple(field.name for field in fields(SavedInstance) if field.name not in ("pair", "name"))
+
+
+@lru_cache(1024)
+def _plain(spec: EngineSpec) -> dict[str, object]:
+    return asdict(spec)
+
+
 def _saving(instance: SavedInstance) -> _Statement:
-    state = {name: value for name, value in asdict(instance).items() if name not in ("pair", "name")}
+    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
     values = (instance.pair, instance.name, json.dumps(state))
     return "insert or replace into instances values (?, ?, ?)", values
 
@@ -191,4 +201,6 @@ def _pair_of(name: str, spec: str) -> PairSpec:
     found["verify"] = Verify(found["verify"])
     found["settings"] = Settings(**found["settings"])
     found["instances"] = {key: EngineSpec(**engine) for key, engine in found["instances"].items()}
+    if found.get("topology") is not None:
+        found["topology"] = Topology(**found["topology"])
     return PairSpec(**found)

@@ -22,7 +22,7 @@ from weightcast.gateway.merge import InstanceLayout
 from weightcast.gateway.pairs import Event, Phase, advance, check_version
 from weightcast.gateway.records import Order, UpdateRecord
 from weightcast.gateway.service import Pair, as_weightcast_error
-from weightcast.gateway.verify import DigestCounts, compare_digests
+from weightcast.gateway.verify import DigestCounts
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -61,7 +61,7 @@ async def update(pair: Pair, version: int, host: str, port: int) -> None:
             records = await asyncio.gather(*steps)
         pair.decide(version, {i.name: record for i, record in zip(instances, records, strict=True)})
         pair.let_go()
-    await pair.notify()
+    pair.notify()
 
 
 async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
@@ -254,15 +254,13 @@ class _Update:
         if instance.moved:
             raise self._moved()
         instance.on(Event.VERIFY)
-        plan, layout = instance.plan, instance.layout
-        if plan is None or layout is None:
+        checks, layout = instance.checks, instance.layout
+        if checks is None or layout is None:
             raise PairStateError(f"instance {instance.name} has no plan")
         if self._pair.spec.verify is Verify.OFF:
             return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
-        return await asyncio.to_thread(
-            compare_digests, plan, instance.trainer_digests, instance.name, instance.digests, slots
-        )
+        return await asyncio.to_thread(checks.compare, instance.trainer_digests, instance.name, instance.digests, slots)
 
     def _moved(self) -> _MovedError:
         instance = self._instance

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
 from weightcast.transfer.residues import DigestArray, add_runs, subtract
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["DigestCounts", "compare_digests"]
+__all__ = ["DigestCheck", "DigestCounts", "compare_digests"]
 
 _FENCED = "the version is not committed; fence the instance and update it in full"
 _SHOWN_PLACES = 4
@@ -41,6 +42,43 @@ class DigestCounts:
     replicas: int
 
 
+class DigestCheck:
+    """Compares instances of a plan with the trainer, whose digests are put in order once for all that it feeds."""
+
+    def __init__(self, plan: TransferPlan) -> None:
+        self._plan = plan
+        self._lock = Lock()
+        self._sent: _Sent | None = None
+
+    def compare(
+        self,
+        trainer: Mapping[int, DigestReport],
+        instance: str,
+        reports: Mapping[int, DigestReport],
+        slots: Mapping[int, IntArray] | None = None,
+    ) -> DigestCounts:
+        """See `compare_digests`. May be called by several threads."""
+        plan = self._plan
+        if instance not in plan.instances:
+            raise LayoutError(f"the plan has no instance {instance!r}; it has {', '.join(plan.instances)}")
+        sent = self._gathered(trainer)
+        held = _gather(plan, plan.instances.index(instance), instance, reports, slots)
+        _check_replicas(held, sent.sums)
+        _check_sums(sent.side, held, sent.sums)
+        return _counts(held)
+
+    def _gathered(self, trainer: Mapping[int, DigestReport]) -> _Sent:
+        """The trainer's side, checked; the last one, if it is of these very reports."""
+        with self._lock:
+            known = self._sent
+            if known is None or known.reports.keys() != trainer.keys() or not known.same(trainer):
+                side = _gather(self._plan, TRAINER, None, trainer, None)
+                known = _Sent(dict(trainer), side, _sums(side))
+                _check_replicas(side, known.sums)
+                self._sent = known
+            return known
+
+
 def compare_digests(
     plan: TransferPlan,
     trainer: Mapping[int, DigestReport],
@@ -53,15 +91,7 @@ def compare_digests(
     `slots` has the slot column of each rank's table, for messages and counts. Raises DigestMismatchError naming tensor,
     instance, rank, region and slot, the expected and the found digest; LayoutError for an instance that the plan lacks.
     """
-    if instance not in plan.instances:
-        raise LayoutError(f"the plan has no instance {instance!r}; it has {', '.join(plan.instances)}")
-    sent = _gather(plan, TRAINER, None, trainer, None)
-    held = _gather(plan, plan.instances.index(instance), instance, reports, slots)
-    wanted = _sums(sent)
-    for side in (sent, held):
-        _check_replicas(side, wanted)
-    _check_sums(sent, held, wanted)
-    return _counts(held)
+    return DigestCheck(plan).compare(trainer, instance, reports, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +126,19 @@ class _Side:
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(low, size, strict=True)) + "]"
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """The trainer's side as gathered from `reports`, and its sums."""
+
+    reports: Mapping[int, DigestReport]
+    side: _Side
+    sums: dict[tuple[int, int], int]
+
+    def same(self, reports: Mapping[int, DigestReport]) -> bool:
+        """Whether these are the very same reports."""
+        return all(self.reports[rank] is report for rank, report in reports.items())
+
+
 def _gather(
     plan: TransferPlan,
     index: int,
@@ -104,7 +147,7 @@ def _gather(
     slots: Mapping[int, IntArray] | None,
 ) -> _Side:
     """The rows of one side with the digests reported for them. Raises DigestMismatchError for a report that misfits."""
-    rows = plan.digests.take(np.flatnonzero(plan.digests.instance == index))
+    rows = plan.digests.between(*np.searchsorted(plan.digests.instance, (index, index + 1)).tolist())
     by_rank = np.argsort(rows.rank, kind="stable")
     ranks, start = np.unique(rows.rank[by_rank], return_index=True)
     digest = np.empty(len(rows), dtype=np.uint64)

@@ -21,6 +21,7 @@ from weightcast.gateway.pairs import Phase
 from weightcast.gateway.records import CommitPolicy, Order, PairSpec, UpdateRecord
 from weightcast.gateway.service import Pair
 from weightcast.gateway.settings import Settings
+from weightcast.transfer import wire
 from weightcast.transfer.columns import volumes
 from weightcast.transfer.errors import EngineError, PairStateError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport, Region, TensorSpec
@@ -101,8 +102,7 @@ class Engine:
 
     async def _join(self, report: RankReport) -> RankPart:
         await self.instance.register(self.epoch, report.rank, report)
-        part = await self.instance.part(self.epoch, "instance", report.rank, WAIT)
-        assert part is not None
+        part = wire.decode_part(await self.instance.part(self.epoch, "instance", report.rank, WAIT) or b"")
         await self.instance.join(self.epoch, f"{self.name} rank {report.rank}")
         return part
 
@@ -212,8 +212,7 @@ class Trainer:
 
     async def _join(self, name: str, epoch: int) -> None:
         instance = self.pair.instance(name)
-        part = await instance.part(epoch, "trainer", self.rank, WAIT)
-        assert part is not None
+        part = wire.decode_part(await instance.part(epoch, "trainer", self.rank, WAIT) or b"")
         self.parts[name] = part
         await instance.join(epoch, f"trainer rank {self.rank}")
 

@@ -18,10 +18,10 @@ __all__ = ["running_gateway"]
 
 
 @contextmanager
-def running_gateway() -> Iterator[tuple[str, str]]:
-    """URL and token of a gateway that runs until the block ends."""
-    token, port = make_token(), free_port()
-    command = [sys.executable, "-m", "weightcast", "gateway", "--json", "--port", str(port)]
+def running_gateway(*options: str, port: int = 0, token: str = "") -> Iterator[tuple[str, str]]:
+    """URL and token of a gateway that runs until the block ends; both are new ones unless given."""
+    token, port = token or make_token(), port or free_port()
+    command = [sys.executable, "-m", "weightcast", "gateway", "--json", "--port", str(port), *options]
     environment = {**os.environ, TOKEN_VARIABLE: token}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -49,6 +49,9 @@ log = "{folder}/engine.log"
 [settings]
 heartbeat = 1
 silence = 20
+
+[topology]
+nic_gbps = 100
 """
 
 
@@ -210,6 +213,9 @@ def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Pa
         (("silence = 20", "silence = -1"), "setting silence is -1"),
         (("[settings]", "[setting]"), "the file: setting are not known"),
         (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit 'some', expected a name, and 'each' or 'all'"),
+        (("nic_gbps = 100", ""), "topology: 'nic_gbps' is missing"),
+        (("nic_gbps = 100", "nic_gbps = 0"), "topology: nic_gbps is 0, expected a number above 0"),
+        (("[topology]", "[[topology]]"), "[topology] is no table"),
         (("[[instance]]", "[instance]"), "'instance' is no list of tables"),
         (("ranks = 2", "ranks = "), "Invalid value"),
     ],
@@ -217,7 +223,7 @@ def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Pa
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str):
     file = tmp_path / "cluster.toml"
     file.write_text(SPEC.format(address="auto", folder=tmp_path, parts=PARTS))
-    assert read_spec(file).pair == "main"
+    assert (read_spec(file).pair, read_spec(file).topology) == ("main", {"nic_gbps": 100})
     file.write_text(file.read_text().replace(*change))
     with pytest.raises(InputError) as caught:
         read_spec(file)

@@ -368,7 +368,7 @@ def test_ranks_that_do_not_register_are_named() -> None:
         play = Play(register=0.3)
         await play.trainers[0].register()
         await coordinator.connect(play.pair, "127.0.0.1", 1)
-        last = play.pair.instances[A].orders.entries[-1]
+        last = play.pair.instances[A].orders.since(0)[-1]
         assert last.reason == "pair main: trainer ranks 1 did not register within 0.3 s"
         assert play.engine.calls == []
 

@@ -60,6 +60,14 @@ def test_an_engine_gets_a_checkpoint(gateway: str, checkpoint: Path, capsys: pyt
     engine.start()
     instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
     arguments = ["load", str(checkpoint), "--instance", instance, "--version", "7", "--gateway", gateway]
+    topology = checkpoint / "topology.toml"
+    assert main([*arguments, "--topology", str(topology)]) == 2
+    assert f"cannot read {topology}: No such file" in capsys.readouterr().err
+    topology.write_text("nic_gbps = 0")
+    assert main([*arguments, "--topology", str(topology)]) == 2
+    assert capsys.readouterr().err.endswith("topology: nic_gbps is 0, expected a number above 0\n")
+    topology.write_text("nic_gbps = 400")
+    arguments += ["--topology", str(topology)]
     assert main([*arguments, "--pair", "first", "--json"]) == 0
     engine.join(30.0)
     said = json.loads(capsys.readouterr().out)

@@ -9,12 +9,16 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_support import STEPS, A, B, Engine, Play, Trainer
+from gateway_support import running_gateway
+from spawn_support import free_port
 
+from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.pool import Gateway
@@ -22,6 +26,7 @@ from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.store import SavedInstance, Store
 from weightcast.transfer.errors import ControlError
+from weightcast.transfer.topology import Topology
 
 SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
 SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
@@ -45,13 +50,14 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         store = opened(tmp_path / "state")
         other = replace(SAVED, name=B, version=None, fenced=False, left=True, identities={})
         await store.save_pair(SPEC, [SAVED, other])
-        await store.save_pair(replace(SPEC, name="second"), [])
+        second = replace(SPEC, name="second", topology=Topology(400, nic_per_host=True))
+        await store.save_pair(second, [])
         await store.save(replace(SAVED, version=8))
         store.close()
         again = opened(tmp_path / "state")
-        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (replace(SPEC, name="second"), [])]
+        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (second, [])]
         await again.forget("main")
-        assert again.load() == [(replace(SPEC, name="second"), [])]
+        assert again.load() == [(second, [])]
         again.close()
 
     asyncio.run(run())
@@ -259,6 +265,21 @@ def test_a_pair_that_cannot_be_written_is_none(tmp_path: Path) -> None:
         await gateway.close()
 
     asyncio.run(run())
+
+
+def test_who_asks_a_gateway_that_stops_is_answered_by_its_next_life(tmp_path: Path) -> None:
+    """Stopped in good order, while a rank waits for orders."""
+    state, port = ("--state", str(tmp_path / "state")), free_port()
+    with ThreadPoolExecutor(1) as beside:
+        with running_gateway(*state, port=port) as (url, token):
+            client = GatewayClient(url, token, outage=30.0)
+            client.create_pair("main", 1, {A: {"kind": "worker", "world_size": 1}})
+            before = client.orders("main", A, 0, 0.0)
+            asking = beside.submit(client.orders, "main", A, 0, 20.0, before.boot)
+        with running_gateway(*state, port=port, token=token):
+            after = asking.result(30.0)
+            assert after.boot != before.boot
+            client.close()
 
 
 CLOSED_AT_WORK = """

@@ -220,7 +220,7 @@ def test_an_instance_leaves_and_comes_back_fenced() -> None:
         play = await connected(A, B)
         await play.pair.leave(B)
         assert play.state(B) == (Phase.LEFT, 1, False)
-        assert play.pair.instance(B).orders.entries[-1].action == "left"
+        assert play.pair.instance(B).orders.since(0)[-1].action == "left"
         del play.engines[B]
         assert (await play.update(2)).committed
         assert list(play.pair.results[2]) == [A]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.gateway.verify import DigestCounts, compare_digests
+from weightcast.gateway.verify import DigestCheck, DigestCounts, compare_digests
 from weightcast.transfer.digest import add
 from weightcast.transfer.dtypes import dtype_code
 from weightcast.transfer.errors import DigestMismatchError, LayoutError
@@ -115,6 +115,23 @@ def test_equal_sides_are_counted() -> None:
 
 def test_slots_are_not_needed() -> None:
     assert compare_digests(make_plan(ROWS), TRAINED, "rollout-0", HELD).slot_regions == 0
+
+
+def test_the_trainer_is_gathered_once_for_all_instances_and_anew_for_other_reports() -> None:
+    check = DigestCheck(make_plan(ROWS))
+    assert check.compare(TRAINED, "rollout-0", HELD, SLOTS) == compare()
+    known = check._sent
+    assert check.compare(dict(TRAINED), "rollout-0", HELD, SLOTS) == compare()
+    assert check._sent is known
+    other = broken(TRAINED, 0, 0, 5)
+    for _ in range(2):
+        with pytest.raises(DigestMismatchError):
+            check.compare(other, "rollout-0", HELD, SLOTS)
+    equal = {rank: dataclasses.replace(report) for rank, report in TRAINED.items()}
+    assert check.compare(equal, "rollout-0", HELD, SLOTS) == compare()
+    assert check._sent is not known
+    with pytest.raises(DigestMismatchError, match="rank 1 of the trainer reported no digests"):
+        check.compare({0: TRAINED[0]}, "rollout-0", HELD, SLOTS)
 
 
 RESIDUES = st.integers(0, PRIME - 1)

@@ -44,7 +44,7 @@ _NUMBERS = {_PROGRESSION: 3, _VALUES: 2, _DIFFERENCES: 3, STRINGS: 2}
 _NARROW = ("u1", "u2", "u4")
 _WORDS = "u8"
 _TYPES: dict[str, np.dtype[np.integer]] = {code: np.dtype(f"<{code}") for code in (*_NARROW, "i8", _WORDS)}
-_INT64 = np.iinfo(np.int64)
+_LEAST, _MOST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
 
 
 def encode_words(values: npt.NDArray[np.uint64]) -> tuple[Descriptor, bytes]:
@@ -96,8 +96,11 @@ def is_descriptor(found: object) -> bool:
         code = numbers.pop(1)
         if not isinstance(code, str) or code not in _TYPES or (code == _WORDS and form != _VALUES):
             return False
-    if len(numbers) != _NUMBERS.get(form) or not all(type(n) is int and _fits(n) for n in numbers):
+    if len(numbers) != _NUMBERS.get(form):
         return False
+    for number in numbers:
+        if type(number) is not int or not _LEAST <= number <= _MOST:
+            return False
     return bool(numbers[0] >= (form == _DIFFERENCES) and (form != STRINGS or numbers[1] >= 0))
 
 
@@ -146,7 +149,7 @@ def _summed(first: int, steps: IntArray) -> IntArray:
 
 
 def _fits(*numbers: int) -> bool:
-    return all(_INT64.min <= n <= _INT64.max for n in numbers)
+    return min(numbers) >= _LEAST and max(numbers) <= _MOST
 
 
 def _sums_fit(n: int, first: int, least: int, most: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 
 import numpy as np
 
@@ -88,6 +89,7 @@ class PlanParts:
         self._digests = _Index(None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(most, plan.trainer_world)))
         self._senders = trainer_ranks or [tuple(np.flatnonzero(own).tolist()) for own in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
+        self._numbering = Lock()
         self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}
         self._tables: dict[bytes, TensorTable] = {}
 
@@ -191,8 +193,9 @@ class PlanParts:
 
     def _renumber(self, used: IntArray, tensor: IntArray) -> IntArray:
         """Places of `tensor` in `used`."""
-        self._number[used] = np.arange(used.shape[0])
-        return self._number[tensor]
+        with self._numbering:  # parts are made in several threads
+            self._number[used] = np.arange(used.shape[0])
+            return self._number[tensor]
 
     def _part(
         self,

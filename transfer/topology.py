@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any
@@ -57,13 +57,34 @@ class Topology:
     between_instances: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("nic_gbps", "nvlink_gbps", "memory_gbps"):
+        if not 0 < self.nic_gbps < math.inf:
+            raise LayoutError(f"topology: nic_gbps is {self.nic_gbps}, expected a number above 0")
+        for name in ("nvlink_gbps", "memory_gbps"):
             if not getattr(self, name) > 0:
                 raise LayoutError(f"topology: {name} is {getattr(self, name)}, expected a number above 0")
         if not 0 <= self.latency_us < math.inf:
             raise LayoutError(f"topology: latency_us is {self.latency_us}, expected a number from 0 on")
         if self.ranks_per_host is not None and self.ranks_per_host < 1:
             raise LayoutError(f"topology: ranks_per_host is {self.ranks_per_host}, expected an integer from 1 on")
+
+    @classmethod
+    def given(cls, values: Mapping[str, Any]) -> Topology:
+        """From fields by name. Raises LayoutError for names there are none of, wrong types and values."""
+        known = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        for key, value in values.items():
+            if key not in known:
+                raise LayoutError(f"topology: key {key!r:.80} is not known; known are {', '.join(known)}")
+            if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
+                expected = " or ".join(t.__name__ for t in known[key])
+                raise LayoutError(f"topology: {key} is {value!r:.80}, expected {expected}")
+        if "nic_gbps" not in values:
+            raise LayoutError("topology: 'nic_gbps' is missing")
+        return cls(**values)
+
+    @property
+    def document(self) -> dict[str, float | None]:
+        """The fields that are not as they are by default, for JSON."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 _TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
@@ -77,15 +98,7 @@ def read_topology(data: bytes) -> Topology:
         document: Any = json.loads(text) if text.lstrip()[:1] == "{" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"the topology is neither JSON nor TOML: {' '.join(str(error).split())}") from None
-    known = {field.name: _TYPES[str(field.type)] for field in fields(Topology)}
-    for key, value in document.items():
-        if key not in known:
-            raise LayoutError(f"topology: key {key!r} is not known; known are {', '.join(known)}")
-        if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
-            raise LayoutError(f"topology: {key} is {value!r}, expected {' or '.join(t.__name__ for t in known[key])}")
-    if "nic_gbps" not in document:
-        raise LayoutError("topology: 'nic_gbps' is missing")
-    return Topology(**document)
+    return Topology.given(document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,18 @@ class Hosts:
         own = np.arange(trainer, dtype=np.int64) // ranks_per_host
         shift = 0 if colocated else -(-trainer // ranks_per_host)
         return cls(np.concatenate([own, np.arange(ranks, dtype=np.int64) // ranks_per_host + shift]), _first(worlds))
+
+    @classmethod
+    def of(
+        cls, trainer: Sequence[str], instances: Sequence[Sequence[str]], topology: Topology | None = None
+    ) -> Hosts | None:
+        """By name where the layouts name any, else as the topology packs ranks; None without either."""
+        named = [trainer, *instances]
+        if any(name for side in named for name in side):
+            return cls.by_name(trainer, instances)
+        if topology is None:
+            return None
+        return cls.packed([len(side) for side in named], topology.ranks_per_host or 1, colocated=topology.colocated)
 
     def __len__(self) -> int:
         return int(self.host.shape[0])
