@@ -31,7 +31,7 @@ from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 WAYS = ("Gloo", "staged", "in place")
 
 
-def work(rank: int, port: int, total: int, runs: int) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(600.0)
     store = connect_store("127.0.0.1", port, soon)
@@ -49,6 +49,8 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
         )
     meeting = group("meeting")
     for name, layout in CASES.items():
+        if wanted not in name:
+            continue
         part, held = prepared(layout, total, rank)
         held = held if rank else share_memory(held)
         executors = {}
@@ -95,11 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
     parser.add_argument("--runs", type=int, default=5, help="the best of so many runs counts (default 5)")
+    parser.add_argument("--case", default="", help="only the cases whose name has this in it")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     print(f"{machine}, torch {torch.__version__}, GB/s")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
-    torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs), nprocs=2)
+    torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs, options.case), nprocs=2)
     del store
 
 
