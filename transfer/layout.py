@@ -257,7 +257,7 @@ class Memory:
 
     def moved(self) -> list[int]:
         """Indices of bases whose storage was freed, resized or reallocated since the layout was made."""
-        # The first look costs a third, there may be ten thousands of bases, and it errs only for those without elements.
+        # The first look costs a third, there may be ten thousands of bases, and it only errs for those that are empty.
         seen = np.array([base.data_ptr() for base in self.bases], dtype=np.int64)
         suspects: list[int] = np.flatnonzero(seen != self.address).tolist()
         return [i for i in suspects if self.bases[i].untyped_storage().data_ptr() != self.address[i]]
