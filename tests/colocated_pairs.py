@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from colocated_workers import killing, segments_of
+from colocated_workers import SHARES, killing, segments_of
 from pair_workers import EXPERTS, ShardSource, SlotSink
 
 from weightcast.gateway.instance_worker import InstanceWorker
@@ -68,12 +68,8 @@ class Many(NamedTuple):
     left: tuple[str, ...] = ()
 
 
-SHARES: tuple[Share, Share] = ("in_place", "staged")
-"""What the two trainer ranks of a pair lend: each another thing."""
-
-
 def many_updates(rank: int, _: int, __: int, url: str, pair: str, count: int, seed: int) -> Many:
-    """Two trainer and two instance ranks."""
+    """Two trainer ranks, each of which lends another thing, and two of an instance."""
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     rng = random.Random(seed + rank)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from executor_workers import TRAINERS, Case, check, fill, group_of, three_instances
+from executor_workers import TRAINERS, Case, check, fill, group_of, peak, reset_peak, three_instances
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
 
@@ -28,7 +28,7 @@ from weightcast.transfer.transports.shared_memory import share_memory
 from weightcast.transfer.transports.torch_group import TorchGroup
 
 SOON = 20.0
-LONG = 100.0
+SHARES: tuple[Share, Share] = ("in_place", "staged")
 
 
 def run_random_shared(
@@ -67,6 +67,43 @@ def run_random_shared(
         neighbours.close()
         group.close()
     return checked, messages, shared, rounds
+
+
+def measure_shared(rank: int, _: int, __: int, port: int, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """64 MiB in regions of 256 KiB, in place, where they are cast on the way, and staged.
+
+    Returns for each the bytes that this process gained at its peak while it prepared and ran, beside what it reads; in
+    a second run; and the executor's own account.
+    """
+    for share in SHARES:
+        measured_sharing(rank, port, share, bucket_bytes, 1 << 20)  # Code is loaded when it first runs.
+    return [measured_sharing(rank, port, share, bucket_bytes, 64 << 20) for share in SHARES]
+
+
+def measured_sharing(rank: int, port: int, share: Share, bucket_bytes: int, total: int) -> tuple[int, int, int]:
+    held = torch.float32 if share == "in_place" and rank == 0 else torch.bfloat16
+    kinds = (torch.float32 if share == "in_place" else torch.bfloat16, torch.bfloat16)
+
+    def pieces(dtype: torch.dtype) -> list[Piece]:
+        return [Piece(f"t{i}", (1 << 17,), (0,), torch.ones(1 << 17, dtype=dtype)) for i in range(total >> 18)]
+
+    tables = [describe_pieces(pieces(dtype)).table for dtype in kinds]
+    (sender,), (receiver,) = make_parts(tables[:1], tables[1:], bucket_bytes)
+    part, layout = receiver if rank else sender, describe_pieces(pieces(held))
+    assert part is not None
+    if rank == 0 and share == "in_place":
+        layout = share_memory(layout)
+    group = group_of(port, part.group_rank, member_labels(part), f"memory {share} {total}")
+    neighbours = find_neighbours(group, part, layout, None if rank else share, Deadline.after(SOON))
+    before = reset_peak()
+    executor = Executor(part, layout, group, neighbours)
+    executor.run(Deadline.after(SOON))
+    lent = sum(segment.nbytes for segment in neighbours.opened)
+    first, again = peak() - before - lent, reset_peak()
+    executor.run(Deadline.after(SOON))
+    second = peak() - again
+    group.close()
+    return first, second, executor.staging_bytes
 
 
 # One side is killed in the middle

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from colocated_pairs import lend, lose_a_trainer, many_updates, several_worlds
-from colocated_workers import run_random_shared, run_relays, survive
+from colocated_workers import measure_shared, run_random_shared, run_relays, survive
 from gateway_support import running_gateway
 from pair_workers import create
 from spawn_support import run_ranks
@@ -42,6 +42,17 @@ def test_what_was_read_in_place_is_passed_on(store_port: int) -> None:
     results = run_ranks(run_relays, 5, store_port, "ababc", range(15))
     checked, shared, passed = (sum(column) for column in zip(*results, strict=True))
     assert min(checked, shared, passed) > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from Linux")
+def test_processes_take_no_more_than_the_setting(store_port: int) -> None:
+    """In place a reader casts 1 MiB at a time; staged a lender fills the bucket."""
+    bucket_bytes = 24 << 20
+    lender, reader = run_ranks(measure_shared, 2, store_port, bucket_bytes)
+    for first, second, staging in (*lender, *reader):
+        assert max(first, staging) <= 1.05 * bucket_bytes
+        assert second < 1 << 20
+    assert [first > 0.5 * bucket_bytes for first, _, _ in (*lender, *reader)] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(("rank", "peer", "read"), [(0, "rollout-0 rank 0", [1.0]), (1, "trainer rank 0", [1.0])])
