@@ -85,8 +85,8 @@ def test_replicas_are_copied_between_scattered_places() -> None:
         np.stack([np.array(order) * 300, zeros], axis=1), np.ones((k, 1, 2), dtype=np.int64),
     )  # fmt: skip
     made = batch_of(join(copies), ([source[0].view(-1)], target), None)
-    assert 1 <= len(made.steps) <= 3
-    assert made.targets == []
+    assert made.steps
+    assert len(made.steps) + len(made.targets) < 10
     made.run()
     assert torch.equal(torch.stack(target), source[0][order])
 
@@ -123,7 +123,7 @@ def test_runs_at_one_distance_are_not_copied_twice(source: str, target: str, len
     made = batch_of(join(copies), (sources, targets), None)
     made.run()
     assert all(map(torch.equal, targets, expected))
-    if target != "apart":  # where the others lie is up to the allocator
+    if target != "apart" and length > 3:  # few bytes are not worth it, and where the others lie is up to the allocator
         assert len(made.steps) == 1
         assert _Move not in [type(step) for step in made.steps]
 

@@ -10,8 +10,8 @@ from weightcast.transfer.layout import IntArray
 
 __all__ = ["find_stretches"]
 
-_FEWEST = 8
-"""A stretch of fewer runs is not worth a step of its own."""
+_FEWEST, _LEAST_BYTES = 3, 1 << 15
+"""A stretch of fewer runs, or of fewer bytes together, is not worth a step of its own, which takes microseconds."""
 
 
 def find_stretches(address: IntArray, rows: IntArray, nbytes: int) -> list[tuple[IntArray, int]]:
@@ -52,7 +52,8 @@ def _evenly(address: IntArray, rows: IntArray, nbytes: int) -> list[IntArray]:
     found, free = [], 0
     for begin, end in pairwise(edges):
         first = max(begin, free)  # the last row of a stretch may be the first of the next
-        if end + 1 - first >= _FEWEST and distance[begin] >= nbytes:
+        count = end + 1 - first
+        if count >= _FEWEST and count * nbytes >= _LEAST_BYTES and distance[begin] >= nbytes:
             found.append(rows[first : end + 1])
             free = end + 1
     return found
