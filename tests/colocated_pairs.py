@@ -24,6 +24,7 @@ from pair_workers import EXPERTS, ShardSource, SlotSink
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import UpdateError
+from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 
 LONG = 100.0
@@ -54,14 +55,16 @@ class Many(NamedTuple):
     """What a rank saw of many updates of one pair.
 
     `right` are the versions in which every slot and every other byte was, `slots` how many slots that were; `away` how
-    often its weights went and came back, `maps` how often its placement changed; `sent` and `shared` bytes in messages
-    and in place, `faults` what was wrong, `left` segments at the end.
+    often its weights went and came back, `maps` how often its placement changed between updates, `under` how often
+    while one ran; `sent` and `shared` bytes in messages and in place, `faults` what was wrong, `left` segments at the
+    end.
     """
 
     right: int = 0
     slots: int = 0
     away: int = 0
     maps: int = 0
+    under: int = 0
     sent: int = 0
     shared: int = 0
     faults: tuple[str, ...] = ()
@@ -103,6 +106,9 @@ def read_often(rank: int, url: str, pair: str, count: int, seed: int, rng: rando
     worker = InstanceWorker(url, pair, "rollout-0", sink, rank=rank, world_size=2, deadline=LONG)
     faults: list[str] = []
     right = slots = away = maps = 0
+    under = {version: rows_of(seed + 1, version) for version in range(9, count + 1, 10)}
+    planned = len(under)
+    move_under(worker, sink, under)
     for version in range(1, count + 1):
         limit = time.monotonic() + LONG
         while worker.serve(wait=5.0) != version:
@@ -118,7 +124,19 @@ def read_often(rank: int, url: str, pair: str, count: int, seed: int, rng: rando
             sink.slots.fill_(float("nan"))
             away += 1
     worker.close()
-    return Many(right, slots, away, maps, faults=tuple(faults))
+    return Many(right, slots, away, maps, planned - len(under), faults=tuple(faults))
+
+
+def move_under(worker: InstanceWorker, sink: SlotSink, rows: dict[int, list[int]]) -> None:
+    """Once a version was received that is in `rows`, and before it is verified, the placement is another one."""
+    receive = worker.transfer
+
+    def transfer() -> TransferReport:
+        report = receive()
+        sink.row = rows.pop(worker._target or 0, sink.row)
+        return report
+
+    worker.transfer = transfer  # type: ignore[method-assign]
 
 
 # One host and another, and a side that is killed

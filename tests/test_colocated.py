@@ -89,6 +89,7 @@ def test_a_hundred_updates_with_weights_that_go_away_and_maps_that_change(gatewa
     assert [found.left for found in results] == [()] * 4
     assert all(found.away >= 30 for found in results)
     assert all(found.maps >= 20 for found in results[2:])
+    assert [found.under for found in results] == [0, 0, 10, 10]
     assert sum(found.sent for found in results) == 0
     assert all(found.shared > 0 for found in results[:2])
     assert sum(found.shared for found in results) >= 100 * 4 * (32 + 4 * 15), "all of it at least once in each"
