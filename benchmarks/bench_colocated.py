@@ -1,10 +1,14 @@
-"""Reading a trainer's memory in place, beside plain memory copy and beside Gloo, on one machine.
+"""Reading a trainer's memory in place, beside plain memory copy, beside Gloo, and beside handing over full tensors.
 
     python benchmarks/bench_colocated.py [--mib 256] [--runs 5]
 
-Each line moves the same number of bytes from one trainer process to one instance process of this machine. `copy` is one
-large tensor copied inside the reader's process, by turns with ours; `Gloo` is the same plan over Gloo on the loopback
-device. `CPU` is the processor time of both processes, in seconds for each GB: of a copy, in place, and over Gloo.
+First table, on CPUs: each line moves the same number of bytes from one trainer process to one instance process of this
+machine. `copy` is one large tensor copied inside the reader's process, by turns with ours; `Gloo` is the same plan over
+Gloo on the loopback device. `of copy` and `of Gloo` compare in place with both, by the best wall time and by processor
+time of both processes. `extra` is the most memory that a process held or took beside the weights, in place and staged;
+the setting is 512 MiB.
+
+Second table: bench_handover.py, on GPUs where there are some.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import torch
 import torch.multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_transfer import CASES, prepared
+from bench_handover import measure as measure_handover
+from bench_transfer import CASES, peak_bytes, prepared
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor
@@ -31,7 +36,7 @@ from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 WAYS = ("Gloo", "staged", "in place")
 
 
-def work(rank: int, port: int, total: int, runs: int) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(600.0)
     store = connect_store("127.0.0.1", port, soon)
@@ -43,12 +48,14 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
     source, target = torch.ones(total, dtype=torch.uint8), torch.ones(total, dtype=torch.uint8)
     if rank == 1:
         print(
-            f"{'case':<30}{'copy':>6}"
-            + "".join(f"{way:>10}" for way in WAYS)
-            + "   in place/copy  /Gloo  staging  CPU s/GB"
+            f"{'case':<29}{'copy':>6}"
+            + "".join(f"{way:>9}" for way in WAYS)
+            + " GB/s   of copy   by CPU  of Gloo   by CPU   extra  staged"
         )
     meeting = group("meeting")
     for name, layout in CASES.items():
+        if wanted not in name:
+            continue
         part, held = prepared(layout, total, rank)
         held = held if rank else share_memory(held)
         executors = {}
@@ -59,8 +66,10 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
             executors[way] = Executor(part, held, made, neighbours)
         best = dict.fromkeys(("copy", *WAYS), float("inf"))
         cpu = dict.fromkeys(("copy", *WAYS), float("inf"))
-        for _ in range(runs + 1):
+        extra = dict.fromkeys(WAYS, 0)
+        for turn in range(runs + 1):
             for way, executor in executors.items():
+                resting = peak_bytes(reset=True)
                 start, busy = time.perf_counter(), time.process_time()
                 executor.run(soon)
                 best[way] = min(best[way], time.perf_counter() - start)
@@ -68,6 +77,8 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
                 theirs = torch.empty_like(spent)
                 meeting.post([(1 - rank, spent)], [(1 - rank, theirs)]).wait(soon)
                 cpu[way] = min(cpu[way], float(spent.view(torch.float64) + theirs.view(torch.float64)))
+                if turn:  # the first maps the trainer's memory
+                    extra[way] = max(extra[way], peak_bytes() - resting + executor.staging_bytes)
             if rank == 1:
                 start, busy = time.perf_counter(), time.process_time()
                 target.copy_(source)
@@ -75,32 +86,36 @@ def work(rank: int, port: int, total: int, runs: int) -> None:
                 cpu["copy"] = min(cpu["copy"], time.process_time() - busy)
             word = torch.zeros(1, dtype=torch.uint8)
             meeting.post(*([[(0, word)], []] if rank else [[], [(1, word)]])).wait(soon)
+        most = torch.tensor(list(extra.values())).view(torch.uint8)
+        others = torch.empty_like(most)
+        meeting.post([(1 - rank, most)], [(1 - rank, others)]).wait(soon)
+        extra = dict(zip(WAYS, torch.maximum(*(m.view(torch.int64) for m in (most, others))).tolist(), strict=True))
         if rank == 1:
-            moved = executors["in place"].run(soon).bytes_shared
-            rate = {way: (total if way == "copy" else moved) / seconds / 1e9 for way, seconds in best.items()}
             print(
-                f"{name:<30}{rate['copy']:>6.2f}"
-                + "".join(f"{rate[way]:>10.2f}" for way in WAYS)
-                + f"{rate['in place'] / rate['copy']:>15.0%}{rate['in place'] / rate['Gloo']:>6.1f}x"
-                + f"{executors['in place'].staging_bytes >> 20:>6} MiB"
-                + "   "
-                + " / ".join(f"{cpu[way] / total * 1e9:.2f}" for way in ("copy", "in place", "Gloo")),
+                f"{name:<29}"
+                + f"{total / best['copy'] / 1e9:>6.2f}"
+                + "".join(f"{total / best[way] / 1e9:>9.2f}" for way in WAYS)
+                + "     "
+                + f"{best['copy'] / best['in place']:>10.0%}{cpu['copy'] / cpu['in place']:>9.0%}"
+                + f"{best['Gloo'] / best['in place']:>8.1f}x{cpu['Gloo'] / cpu['in place']:>8.1f}x"
+                + "".join(f"{extra[way] >> 20:>4} MiB" for way in ("in place", "staged")),
                 flush=True,
             )
-        else:
-            executors["in place"].run(soon)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
     parser.add_argument("--runs", type=int, default=5, help="the best of so many runs counts (default 5)")
+    parser.add_argument("--case", default="", help="only the cases whose name has this in it")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    print(f"{machine}, torch {torch.__version__}, GB/s")
+    print(f"{machine}, torch {torch.__version__}")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
-    torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs), nprocs=2)
+    torch.multiprocessing.spawn(work, (port, options.mib << 20, options.runs, options.case), nprocs=2)
     del store
+    print()
+    measure_handover(options.mib, options.runs, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 if __name__ == "__main__":

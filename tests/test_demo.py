@@ -22,12 +22,15 @@ def demo(*arguments: str, work: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.sglang
 @pytest.mark.slow
 def test_megatron_brings_every_version_to_an_engine(root: Path, tmp_path: Path) -> None:
-    """Tensor, pipeline and expert parallel trainer ranks; an engine with two replicas of an expert on one rank."""
+    """Tensor, pipeline and expert parallel trainer ranks; an engine with two replicas of an expert on one rank.
+
+    They share the host's memory by staging, and the trainer's weights are away while the engine generates.
+    """
     server = json.dumps({"name": "rollout-0", "tp": 2, "ep": 2, "map": [0, 1, 2, 3, 3, 0]})
     prelude = str(root / "tests" / "megatron_cpu.py")
     done = demo(
         "--trainer", "megatron", "--trainer-prelude", prelude, "--versions", "2", "--instance", server, "--json",
-        work=tmp_path,
+        "--colocated", "staged", work=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
@@ -36,6 +39,8 @@ def test_megatron_brings_every_version_to_an_engine(root: Path, tmp_path: Path) 
     for outcome in found["outcomes"]:
         assert (outcome["equal"], outcome["changed"], outcome["prompts"]) == (8, 8, 8)
         assert outcome["verified"]["slot_regions"] == 36
+        assert outcome["sent"] == 0 < outcome["shared"]
+    assert done.stderr.count("the trainer's weights are offloaded, ") == 2
 
 
 @pytest.mark.parametrize(
@@ -131,6 +136,29 @@ def test_expectations_that_are_not_the_trainers_are_a_fault() -> None:
         "version 1: the trainer's own loss is 1.250000, that of its gathered weights 1.260000"
     ]
     assert len(reference_faults(said(float("nan"), 1.26))) == 1
+
+
+def test_weights_go_to_a_file_and_come_back_to_every_view(tmp_path: Path) -> None:
+    import torch
+    from plain_support import Piece, PlainSink
+
+    from weightcast.demo.colocated import StoredWeights
+
+    whole = torch.nn.Parameter(torch.arange(12.0).view(3, 4))
+    other = torch.ones(5, dtype=torch.bfloat16)
+    view = whole.detach()[:, 1]
+    pieces = [Piece("a", (1, 4), (0, 0), whole.detach()[:1]), Piece("b", (2, 4), (0, 0), whole.detach()[1:]),
+              Piece("c", (5,), (0,), other)]  # fmt: skip
+    weights = StoredWeights(PlainSink(pieces), tmp_path / "weights.pt")
+    for _ in range(2):
+        weights.offload()
+        assert weights.away_bytes >= 12 * 4 + 5 * 2
+        assert [t.untyped_storage().nbytes() for t in (whole, view, other)] == [0, 0, 0]
+        for _ in range(2):  # the second time there is nothing to do
+            weights.resume()
+        assert (view.tolist(), other.tolist()) == ([1.0, 5.0, 9.0], [1.0] * 5)
+        assert torch.equal(whole.detach(), torch.arange(12.0).view(3, 4))
+        assert (weights.away_bytes, list(tmp_path.iterdir())) == (0, [])
 
 
 def test_an_outcome_names_its_faults(tmp_path: Path) -> None:

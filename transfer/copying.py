@@ -106,7 +106,7 @@ def _add_steps(
     origin, kind, here = (np.stack(pair, axis=1) for pair in zip(*columns, strict=True))
     itemsize = np.array([t.itemsize for t in kinds], dtype=np.int64)[kind]
     allowed = here.all(axis=1) & ((kind[:, 0] == kind[:, 1]) | (packed == 1))
-    runs = find_runs(copies, origin, itemsize, allowed)
+    runs = find_runs(copies, origin, itemsize, allowed, packed)
     pairs = list(product(kinds, kinds))
     dtype = kind[runs.copy, 0] * len(kinds) + kind[runs.copy, 1]
     steps, taken = make_steps(runs, copies.group[runs.copy], pairs, dtype, packed, scratch)

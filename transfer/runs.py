@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from weightcast.transfer.layout import IntArray
+from weightcast.transfer.spacing import find_stretches
 from weightcast.transfer.strided import BoolArray, StridedCopies
 
 __all__ = ["SCRATCH_BYTES", "MemoryAt", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
@@ -58,16 +59,19 @@ class Runs:
     elements: IntArray
 
 
-def find_runs(copies: StridedCopies, origin: IntArray, itemsize: IntArray, allowed: BoolArray) -> Runs:
+def find_runs(
+    copies: StridedCopies, origin: IntArray, itemsize: IntArray, allowed: BoolArray, packed: int | None
+) -> Runs:
     """The runs of those copies that are better moved by runs. Copies must come from `join`.
 
     `origin` (k, 2) is the address of the flat tensors of both sides, `itemsize` (k, 2) of their elements; only copies
-    that are `allowed` (k,) are looked at.
+    that are `allowed` (k,) are looked at. `packed` as for `make_steps`.
     """
     inner = copies.size[:, -1]
     count = copies.size[:, :-1].prod(axis=1)
     whole = (copies.stride[:, -1] == 1).all(axis=1) | (inner == 1)
-    some = (count <= _FEW) | (inner * itemsize.min(axis=1) >= _LONG_BYTES)
+    long = inner * itemsize.min(axis=1) >= _LONG_BYTES
+    some = (count <= _FEW) | (long & (packed is not None))
     rows = np.flatnonzero(allowed & whole & some)
     copy = np.repeat(rows, count[rows])
     index = np.arange(len(copy)) - np.repeat(np.cumsum(count[rows]) - count[rows], count[rows])
@@ -97,17 +101,33 @@ def make_steps(
     sizes = np.array([[t.itemsize for t in pair] for pair in dtypes], dtype=np.int64).reshape(-1, 2)
     nbytes = runs.elements[:, None] * sizes[dtype]
     for low, high in _alike(runs, group, dtype, nbytes, packed):
-        length = int(nbytes[low].max())
-        longest = SCRATCH_BYTES if packed is not None else _TWICE_BYTES - 1
-        if high - low < _WORTH_A_CALL or length > longest or not _fits(runs.address[low:high], length):
+        length, rows = int(nbytes[low].max()), np.arange(low, high)
+        if length > SCRATCH_BYTES or high - low < _WORTH_A_CALL or not _fits(runs.address[rows], length):
             continue
-        taken[low:high] = True
+        if packed is None:
+            # By way of the scratch memory a run is copied twice; these are not.
+            for some, side in find_stretches(runs.address, rows, length):
+                taken[some] = True
+                steps.append((low, _straight(runs.address[some], length, side)))
+            rows = rows[~taken[rows]]
+            if length >= _TWICE_BYTES or len(rows) < _WORTH_A_CALL:
+                continue
+        taken[rows] = True
         most = SCRATCH_BYTES // length
-        for first in range(low, high, most):
-            rows = runs.address[first : min(first + most, high)]
-            step = _step(rows, nbytes[low].tolist(), dtypes[int(dtype[low])], packed, scratch)
+        for first in range(0, len(rows), most):
+            address = runs.address[rows[first : first + most]]
+            step = _step(address, nbytes[low].tolist(), dtypes[int(dtype[low])], packed, scratch)
             steps.append((low, step))
     return steps, taken
+
+
+def _straight(address: IntArray, nbytes: int, even: int) -> Step:
+    """One step for runs that lie at one distance on side `even`: nothing is copied twice."""
+    count, step = len(address), int(address[1, even] - address[0, even])
+    first = int(address[0, even])
+    if even == 0:
+        return _Scatter(*_write_window(address[:, 1], nbytes), _items(first, count, nbytes, step))
+    return _Gather(*_read_window(address[:, 0], nbytes), _rows(first, count, nbytes, step))
 
 
 def _alike(
@@ -266,9 +286,9 @@ def _write_window(address: IntArray, nbytes: int) -> tuple[np.ndarray[Any, Any],
     return MemoryAt(low, (span,), f"|V{nbytes}", (1,)).array(), index
 
 
-def _rows(address: int, count: int, nbytes: int) -> torch.Tensor:
-    return torch.from_numpy(MemoryAt(address, (count, nbytes), "|u1", None).array())
+def _rows(address: int, count: int, nbytes: int, distance: int = 0) -> torch.Tensor:
+    return torch.from_numpy(MemoryAt(address, (count, nbytes), "|u1", (distance or nbytes, 1)).array())
 
 
-def _items(address: int, count: int, nbytes: int) -> np.ndarray[Any, Any]:
-    return MemoryAt(address, (count,), f"|V{nbytes}", None).array()
+def _items(address: int, count: int, nbytes: int, distance: int = 0) -> np.ndarray[Any, Any]:
+    return MemoryAt(address, (count,), f"|V{nbytes}", (distance or nbytes,)).array()

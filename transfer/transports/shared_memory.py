@@ -85,14 +85,9 @@ class Arena:
         with suppress(OSError):  # where the system has them for shared memory
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self.nbytes = nbytes
-
-    @property
-    def segment(self) -> Segment:
-        """What a reader needs to open it."""
         found = os.fstat(self._descriptor)
-        key = _KEY.pack(os.getpid(), self._descriptor, found.st_dev, found.st_ino)
-        return Segment(CPU, self.nbytes, key)
+        self.segment = Segment(CPU, nbytes, _KEY.pack(os.getpid(), self._descriptor, found.st_dev, found.st_ino))
+        """What a reader needs to open it."""
 
     def span(self, first: int, nbytes: int) -> _Span:
         """A page-aligned part; its pages are given back when it is dropped."""
