@@ -14,10 +14,13 @@ Second table: bench_handover.py, on GPUs where there are some.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,6 +39,57 @@ from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 WAYS = ("Gloo", "staged", "in place")
 
 
+@dataclass(slots=True)
+class Found:
+    """The least seconds of a run, the least processor seconds of both processes, the most extra bytes of one."""
+
+    wall: float = float("inf")
+    cpu: float = float("inf")
+    extra: int = 0
+
+
+class Meeting:
+    """Two processes that tell each other numbers; nobody goes on before the other has come."""
+
+    def __init__(self, group: TorchGroup, soon: Deadline) -> None:
+        self._group, self._soon = group, soon
+
+    def both(self, value: float) -> tuple[float, float]:
+        """This process's number and the other's."""
+        mine = torch.tensor([value], dtype=torch.float64).view(torch.uint8)
+        theirs, other = torch.empty_like(mine), 1 - self._group.rank
+        self._group.post([(other, mine)], [(other, theirs)]).wait(self._soon)
+        return value, float(theirs.view(torch.float64))
+
+
+def by_turns(
+    ways: dict[str, Callable[[], object]], held: dict[str, int], runs: int, meeting: Meeting
+) -> dict[str, Found]:
+    """Each way `runs` times after one to warm up; `held` are the bytes that it keeps between runs."""
+    found = {way: Found() for way in ways}
+    for turn in range(runs + 1):
+        for way, one in found.items():
+            resting = peak_bytes(reset=True)
+            meeting.both(0.0)
+            wall, cpu = time.perf_counter(), time.process_time()
+            ways[way]()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            taken = peak_bytes() - resting + held.get(way, 0)
+            cpu, extra = sum(meeting.both(cpu)), max(meeting.both(taken))
+            if turn:
+                one.wall, one.cpu = min(one.wall, wall), min(one.cpu, cpu)
+                one.extra = max(one.extra, int(extra))
+    return found
+
+
+def line(name: str, total: int, found: dict[str, Found]) -> str:
+    copy, gloo, staged, ours = (found[way] for way in ("copy", *WAYS))
+    rates = "".join(f"{total / one.wall / 1e9:>9.2f}" for one in (copy, gloo, staged, ours))
+    of_copy = f"{copy.wall / ours.wall:>10.0%}{copy.cpu / ours.cpu:>9.0%}"
+    of_gloo = f"{gloo.wall / ours.wall:>8.1f}x{gloo.cpu / ours.cpu:>8.1f}x"
+    return f"{name:<27}{rates}     {of_copy}{of_gloo}{ours.extra >> 20:>4} MiB{staged.extra >> 20:>4} MiB"
+
+
 def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(600.0)
@@ -45,62 +99,29 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
     def group(name: str) -> TorchGroup:
         return TorchGroup.join(store, rank=rank, labels=labels, name=name, deadline=soon, interface="127.0.0.1")
 
-    source, target = torch.ones(total, dtype=torch.uint8), torch.ones(total, dtype=torch.uint8)
+    meeting = Meeting(group("meeting"), soon)
     if rank == 1:
-        print(
-            f"{'case':<29}{'copy':>6}"
-            + "".join(f"{way:>9}" for way in WAYS)
-            + " GB/s   of copy   by CPU  of Gloo   by CPU   extra  staged"
-        )
-    meeting = group("meeting")
+        rates = "".join(f"{way:>9}" for way in ("copy", *WAYS))
+        print(f"{'case':<27}{rates} GB/s   of copy   by CPU  of Gloo   by CPU   extra  staged")
+    source, target = torch.ones(total, dtype=torch.uint8), torch.ones(total, dtype=torch.uint8)
     for name, layout in CASES.items():
         if wanted not in name:
             continue
-        part, held = prepared(layout, total, rank)
-        held = held if rank else share_memory(held)
-        executors = {}
+        part, memory = prepared(layout, total, rank)
+        memory = memory if rank else share_memory(memory)
+        ways: dict[str, Callable[[], object]] = {"copy": (lambda: target.copy_(source)) if rank else (lambda: None)}
+        held = {}
         for way in WAYS:
             made = group(f"{name} {way}")
-            staged = way == "staged"
-            neighbours = None if way == "Gloo" else meet_neighbours(made, part, here(made.device), soon, staged)
-            executors[way] = Executor(part, held, made, neighbours)
-        best = dict.fromkeys(("copy", *WAYS), float("inf"))
-        cpu = dict.fromkeys(("copy", *WAYS), float("inf"))
-        extra = dict.fromkeys(WAYS, 0)
-        for turn in range(runs + 1):
-            for way, executor in executors.items():
-                resting = peak_bytes(reset=True)
-                start, busy = time.perf_counter(), time.process_time()
-                executor.run(soon)
-                best[way] = min(best[way], time.perf_counter() - start)
-                spent = torch.tensor([time.process_time() - busy], dtype=torch.float64).view(torch.uint8)
-                theirs = torch.empty_like(spent)
-                meeting.post([(1 - rank, spent)], [(1 - rank, theirs)]).wait(soon)
-                cpu[way] = min(cpu[way], float(spent.view(torch.float64) + theirs.view(torch.float64)))
-                if turn:  # the first maps the trainer's memory
-                    extra[way] = max(extra[way], peak_bytes() - resting + executor.staging_bytes)
-            if rank == 1:
-                start, busy = time.perf_counter(), time.process_time()
-                target.copy_(source)
-                best["copy"] = min(best["copy"], time.perf_counter() - start)
-                cpu["copy"] = min(cpu["copy"], time.process_time() - busy)
-            word = torch.zeros(1, dtype=torch.uint8)
-            meeting.post(*([[(0, word)], []] if rank else [[], [(1, word)]])).wait(soon)
-        most = torch.tensor(list(extra.values())).view(torch.uint8)
-        others = torch.empty_like(most)
-        meeting.post([(1 - rank, most)], [(1 - rank, others)]).wait(soon)
-        extra = dict(zip(WAYS, torch.maximum(*(m.view(torch.int64) for m in (most, others))).tolist(), strict=True))
-        if rank == 1:
-            print(
-                f"{name:<29}"
-                + f"{total / best['copy'] / 1e9:>6.2f}"
-                + "".join(f"{total / best[way] / 1e9:>9.2f}" for way in WAYS)
-                + "     "
-                + f"{best['copy'] / best['in place']:>10.0%}{cpu['copy'] / cpu['in place']:>9.0%}"
-                + f"{best['Gloo'] / best['in place']:>8.1f}x{cpu['Gloo'] / cpu['in place']:>8.1f}x"
-                + "".join(f"{extra[way] >> 20:>4} MiB" for way in ("in place", "staged")),
-                flush=True,
+            neighbours = (
+                None if way == "Gloo" else meet_neighbours(made, part, here(made.device), soon, way == "staged")
             )
+            executor = Executor(part, memory, made, neighbours)
+            executor.run(soon)  # the first run takes what it keeps
+            ways[way], held[way] = functools.partial(executor.run, soon), executor.staging_bytes
+        found = by_turns(ways, held, runs, meeting)
+        if rank == 1:
+            print(line(name, total, found), flush=True)
 
 
 def main() -> None:
