@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.hosts import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import StalePlanError, WeightcastError
@@ -102,7 +102,7 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
     """What goes on the wire of a layout."""
-    return RankReport(rank, world_size, socket.gethostname(), layout.table, layout.placement, layout.notes)
+    return RankReport(rank, world_size, host_name(), layout.table, layout.placement, layout.notes)
 
 
 def join(

@@ -158,7 +158,10 @@ class TorchGroup:
         self._backend, self._usable = None, False
 
     def _start(self, leg: _Leg) -> Any:
-        start = self._backend.send if leg.direction == "send" else self._backend.recv
+        backend = self._backend
+        if backend is None:  # aborted from another thread
+            raise self._lost([leg], "")
+        start = backend.send if leg.direction == "send" else backend.recv
         try:
             return start([leg.tensor], leg.peer, 0)
         except RuntimeError as error:
