@@ -30,6 +30,11 @@ class Journal(Generic[T]):
         self.count += 1
 
     @property
+    def last(self) -> T | None:
+        """The newest, if there is one."""
+        return self._entries[-1] if self._entries else None
+
+    @property
     def entries(self) -> tuple[T, ...]:
         """Those that are still there, oldest first."""
         return tuple(self._entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
 __all__ = [
     "Change",
     "Member",
+    "Run",
     "Waits",
     "changed_placement",
     "check_unmoved",
@@ -90,6 +92,23 @@ class Member:
             self.group.close()
             self.group = self.executor = None
         self.neighbours.close()
+
+
+@dataclass(slots=True)
+class Run:
+    """A transfer under way. The gateway may give it up before this rank sees why: Gloo does not notice that a peer is
+    gone in the middle of a message.
+    """
+
+    epoch: int
+    group: TorchGroup
+    since: float = field(default_factory=time.monotonic)
+    called_off: bool = False
+
+    def call_off(self) -> None:
+        """Makes it fail at once; from any thread."""
+        self.called_off = True
+        self.group.abort()
 
 
 def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:

@@ -161,8 +161,9 @@ def _rank_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/pairs/{name}/instances/{instance}/ranks/{rank}/beat", tags=WORKER)
     async def beat(name: str, instance: str, rank: int, body: BeatBody) -> dict[str, Any]:
-        await at(name, instance).beat(rank, body.identity)
-        return {}
+        found = at(name, instance)
+        await found.beat(rank, body.identity)
+        return {"running": found.running}
 
     @app.post(EPOCH + "/ranks/{rank}/report", tags=WORKER)
     async def report(

@@ -20,7 +20,7 @@ from weightcast.gateway.client import GatewayClient, Registered
 from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import Member, Waits, join, report_of
+from weightcast.gateway.membership import Member, Run, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
@@ -29,7 +29,6 @@ from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.transports.shared_memory import share_memory
-from weightcast.transfer.transports.torch_group import TorchGroup
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -43,15 +42,6 @@ class UpdateResult:
     version: int
     instances: dict[str, dict[str, Any]]
     transfers: dict[str, TransferReport] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Run:
-    """A run under way, and whether the gateway has given it up."""
-
-    epoch: int
-    group: TorchGroup
-    called_off: bool = False
 
 
 class TrainerWorker:
@@ -89,7 +79,7 @@ class TrainerWorker:
         self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
-        self._running: dict[str, _Run] = {}
+        self._running: dict[str, Run] = {}
         self._digests = SharedDigests()
         self._start, self._generation = "", 0
 
@@ -248,7 +238,7 @@ class TrainerWorker:
         """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
         epoch, version = order["epoch"], order["version"]
-        run: _Run | None = None
+        run: Run | None = None
         try:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
@@ -256,7 +246,7 @@ class TrainerWorker:
             labels = self._labels(version)
             digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None and member.group is not None:
-                run = self._running[name] = _Run(epoch, member.group)
+                run = self._running[name] = Run(epoch, member.group)
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
             digests = digesting.result()
             if executor is not None:
@@ -274,8 +264,7 @@ class TrainerWorker:
         if run is not None and (order["epoch"] != run.epoch or order["action"] in ("end", "failed", "left")):
             where = {"pair": self._pair, "instance": order["instance"], "rank": self._rank}
             log.warning("the run is called off: %s", order["reason"], extra=where)
-            run.called_off = True
-            run.group.abort()
+            run.call_off()
 
     def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
 from gateway_support import running_gateway
 
 from weightcast.cluster.processes import running
@@ -20,10 +18,8 @@ from weightcast.transfer.errors import AuthorizationError, InputError, TransferE
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
-TOKEN = "a-token-for-the-cluster-tests"
 COMMAND = ("command =", "health =", "log =")
 """What the file says of an engine that `up` is to start."""
-PARTS = Path(__file__).parent / "cluster_parts.py"
 
 SPEC = """
 pair = "main"
@@ -55,45 +51,9 @@ silence = 20
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a cluster of two nodes on this machine."""
-    from ray.cluster_utils import Cluster
-
-    paths = [str(PARTS.parent), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        patch.setenv("WEIGHTCAST_TOKEN", TOKEN)
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        node = {"num_cpus": 2, "include_dashboard": False}
-        made = Cluster(initialize_head=True, head_node_args=node)
+    with ray_cluster({}) as made:
         made.add_node(num_cpus=2, resources={"other": 2})
-        patch.setenv("RAY_ADDRESS", made.address)
-        ray.init(address=made.address, namespace="tests", log_to_driver=False, logging_level="error")
-        try:
-            yield made.address
-        finally:
-            ray.shutdown()
-            made.shutdown()
-
-
-def weightcast(*arguments: str, status: int = 0) -> str:
-    """Runs the command; its standard output, or its error where it is to fail."""
-    command = [sys.executable, "-m", "weightcast", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd="/", check=False)
-    assert ran.returncode == status, ran.stderr[-2000:]
-    return ran.stdout if status == 0 else ran.stderr
-
-
-def actors() -> set[str]:
-    return {a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "weightcast"}
-
-
-def seen(folder: Path, version: int) -> str:
-    """What the engine found in its memory when it began to serve a version."""
-    file = folder / f"rollout-0-0-{version}"
-    for _ in range(100):
-        if file.exists() and file.read_text():
-            return file.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"version {version} is not served; {(folder / 'engine.log').read_text()[-1000:]}")
+        yield made.address
 
 
 @pytest.mark.slow
@@ -105,7 +65,11 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     assert actors() == {"weightcast", "main/rollout-0", "main/trainer/0", "main/trainer/1", "bystander"}
     assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
     assert seen(tmp_path, 1) == "right"
+    token = (tmp_path / "rollout-0.token").read_text()
+    with GatewayClient("ray://weightcast", token) as engine, pytest.raises(AuthorizationError, match="scope worker"):
+        engine.delete_pair("main")
 
+    (tmp_path / "gateway.db.port").unlink()  # it comes again at another address, as on another node
     ray.kill(ray.get_actor("weightcast", namespace="weightcast"), no_restart=False)
     found = json.loads(weightcast("status", "--gateway", "ray://weightcast", "--json"))["pairs"][0]
     assert found["instances"]["rollout-0"]["version"] == 1
@@ -119,23 +83,11 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     assert seen(tmp_path, 3) == "right"
 
     ray.kill(ray.get_actor("main/rollout-0", namespace="weightcast"), no_restart=False)
-    assert seen(tmp_path, updated_at_last(cluster, 4)) == "right"
+    assert seen(tmp_path, updated_at_last(4)) == "right"
 
     weightcast("down", str(file))
     assert actors() == {"bystander"}
     ray.kill(bystander)
-
-
-def updated_at_last(cluster: str, version: int) -> int:
-    """The first version, from one on, that an engine takes which is being started again."""
-    command = [sys.executable, "-m", "weightcast", "update", "main", "--ray", cluster, "--version"]
-    for tried in range(version, version + 10):
-        ran = subprocess.run([*command, str(tried)], capture_output=True, text=True, timeout=200, cwd="/", check=False)
-        if ran.returncode == 0:
-            return tried
-        assert "rollout-0" in ran.stderr
-        time.sleep(2.0)
-    raise AssertionError(ran.stderr)
 
 
 class Bystander:
