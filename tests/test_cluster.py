@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
 from gateway_support import running_gateway
 
-from weightcast.cluster.processes import running
+from weightcast.cluster.processes import running, start_process
 from weightcast.cluster.spec import read_spec
+from weightcast.cluster.tether import tethered
 from weightcast.gateway.client import GatewayClient
 from weightcast.transfer.errors import AuthorizationError, InputError, TransferError
 
@@ -147,6 +149,23 @@ def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Pa
     assert not stop_gateway("asked")
     with GatewayClient("ray://asked", TOKEN) as nobody, pytest.raises(TransferError, match="no Ray actor 'asked'"):
         nobody.status()
+
+
+def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
+    """As Ray does it, when a worker that loses its node kills its children."""
+    said = tmp_path / "said"
+    stubborn = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
+    )
+    tether = start_process(tethered([sys.executable, "-c", f"{stubborn}; time.sleep(60)"]), said, {})
+    while not said.read_text():
+        time.sleep(0.05)
+    tether.kill()
+    tether.wait()
+    before = time.monotonic()
+    while Path(f"/proc/{int(said.read_text())}").exists():
+        assert time.monotonic() - before < 15.0, "it lives on"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

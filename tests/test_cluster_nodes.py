@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster come and go under a pair: instances are added, lost, fenced, and brought up again elsewhere."""
+"""Nodes of a Ray cluster come and go under a pair: instances are added, lost, fenced, and brought up again."""
 
 from __future__ import annotations
 
