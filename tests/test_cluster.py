@@ -16,6 +16,7 @@ from weightcast.cluster.processes import running, start_process
 from weightcast.cluster.spec import read_spec
 from weightcast.cluster.tether import tethered
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.hosts import name_of_node
 from weightcast.transfer.errors import AuthorizationError, InputError, TransferError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
@@ -183,6 +184,14 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
         (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit 'some', expected a name, and 'each' or 'all'"),
         (("[[instance]]", "[instance]"), "'instance' is no list of tables"),
         (("ranks = 2", "ranks = "), "Invalid value"),
+        (
+            ("world_size = 1", "world_size = 1\ncount = 2"),
+            "count is 2, expected 0 or more, without a url, and",
+        ),
+        (
+            ("world_size = 1", "world_size = 1\ncount = 0"),
+            "count is 0, expected 0 or more, without a url, and",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str):
@@ -195,6 +204,25 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str
     assert str(caught.value).startswith(f"{file}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_count_stands_for_so_many_instances(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    text = SPEC.format(address="auto", folder=tmp_path, parts=PARTS).replace("engine.log", "{instance}.log")
+    file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 2"))
+    found = [(one.name, one.log_file) for one in read_spec(file).instances]
+    assert found == [(f"rollout-0-{i}", f"{tmp_path}/rollout-0-{i}.log") for i in range(2)]
+    file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 0"))
+    with pytest.raises(InputError, match="there are no instances"):
+        read_spec(file)
+
+
+def test_nodes_of_one_name_are_told_apart():
+    def node(number: str, name: str, alive: bool = True) -> dict[str, object]:
+        return {"NodeID": number, "NodeManagerHostname": name, "Alive": alive}
+
+    nodes = [node("1", "a"), node("2", "b"), node("3", "b"), node("4", "a", alive=False)]
+    assert [name_of_node(number, nodes) for number in "123"] == ["a", "b/2", "b/3"]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):
