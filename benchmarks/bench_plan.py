@@ -39,6 +39,7 @@ import awex_plan
 import numpy as np
 from plan_layouts import instance_reports, random_maps, same_rank_pairs, trainer_reports
 
+from weightcast.gateway.heap import keep_freed_memory
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.transfer.layout import RegionTable
 from weightcast.transfer.parts import PlanParts
@@ -161,6 +162,7 @@ class Measured:
 
 def gateway(case: Case, encoded: Encoded, repeat: int) -> Measured:
     """What the gateway does, from the bytes of reports to the bytes of parts."""
+    keep_freed_memory()
     m = Measured()
     first = next(iter(encoded.instances))
     decoded = {name: [decode_report(data) for data in reports] for name, reports in encoded.instances.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -81,15 +81,16 @@ def order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankRe
     return tuple(by_rank[rank] for rank in range(first.world_size))
 
 
-def join_reports(side: SideName, reports: Sequence[RankReport]) -> tuple[TensorTable, JoinedRegions]:
-    """Joins by name the tables of reports that stand in the order of their ranks.
+def join_reports(
+    side: SideName, reports: Sequence[RankReport], catalog: TensorTable | None = None
+) -> tuple[TensorTable, JoinedRegions]:
+    """Joins by name the tables of reports that stand in the order of their ranks; each learns its place in the whole,
+    and the whole its place in the `catalog` if that has all of its tensors.
 
     Raises LayoutError, naming tensor, both ranks and both values, where two ranks differ about a shape or dtype.
     """
     tables = [report.table for report in reports]
-    names = tuple(dict.fromkeys(chain.from_iterable(table.tensors.names for table in tables)))
-    index = dict(zip(names, range(len(names)), strict=True))
-    rows = [number_names(index, table.tensors.names) for table in tables]
+    names, rows, known = _number([table.tensors for table in tables], catalog)
     width = max(table.tensors.width for table in tables)
     joined = _Joined(side, names, width)
     for rank, (table, own) in enumerate(zip(tables, rows, strict=True)):
@@ -101,7 +102,46 @@ def join_reports(side: SideName, reports: Sequence[RankReport]) -> tuple[TensorT
         np.concatenate([pad_boxes(table.size, width, 1) for table in tables]),
         np.concatenate([table.slot for table in tables]),
     )
-    return joined.table(), regions
+    whole = joined.table()
+    for table, own in zip(tables, rows, strict=True):
+        table.tensors.place_in(whole, own)
+    if catalog is not None and known is not None:
+        whole.place_in(catalog, known)
+    return whole, regions
+
+
+def _number(
+    tables: Sequence[TensorTable], catalog: TensorTable | None
+) -> tuple[tuple[str, ...], list[IntArray], IntArray | None]:
+    """The names of all tables, in the order in which they first appear; the number of each of a table's; and, if the
+    catalog has all of them, the row of each there.
+
+    Looking up names is most of the work of a merge, so each is looked up once where there is a catalog.
+    """
+    if catalog is not None:
+        found = [_find(catalog, table.names) for table in tables]
+        every = np.concatenate(found)
+        if (every >= 0).all():
+            known = _in_order(every, len(catalog))
+            number = np.empty(len(catalog), dtype=np.int64)
+            number[known] = np.arange(known.shape[0], dtype=np.int64)
+            return tuple(map(catalog.names.__getitem__, known.tolist())), [number[rows] for rows in found], known
+    names = tuple(dict.fromkeys(chain.from_iterable(table.names for table in tables)))
+    index = dict(zip(names, range(len(names)), strict=True))
+    return names, [number_names(index, table.names) for table in tables], None
+
+
+def _find(catalog: TensorTable, names: Sequence[str]) -> IntArray:
+    """(n,) the row of each name, -1 for none."""
+    return np.fromiter(map(catalog.index.get, names, repeat(-1)), dtype=np.int64, count=len(names))
+
+
+def _in_order(rows: IntArray, extent: int) -> IntArray:
+    """The distinct values, all less than `extent`, in the order in which they first appear."""
+    first = np.full(extent, -1, dtype=np.int64)
+    # Written backwards, so that the first place of each stays.
+    first[rows[::-1]] = np.arange(rows.shape[0] - 1, -1, -1, dtype=np.int64)
+    return rows[np.sort(first[first >= 0])]
 
 
 class _Joined:

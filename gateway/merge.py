@@ -20,7 +20,6 @@ import numpy as np
 
 from weightcast.gateway.experts import check_dispatch, check_slots, common_placement
 from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
-from weightcast.transfer.columns import number_names
 from weightcast.transfer.coverage import describe_gaps
 from weightcast.transfer.errors import CoverageError, LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
@@ -124,11 +123,11 @@ def merge_instance(
     """
     side = SideName(instance)
     ordered = order_reports(side, reports)
-    tensors, regions = join_reports(side, ordered)
+    known = None if catalog is None else _table_of(catalog)
+    tensors, regions = join_reports(side, ordered, known)
     placement = common_placement(side, ordered)
     layout = InstanceLayout(ordered, tensors, instance, placement)
-    known = None if catalog is None else _table_of(catalog)
-    row = None if known is None else _rows_in(known, tensors.names)
+    row = None if known is None else _rows_in(known, tensors)
     gaps = [_gaps(side, tensors, regions)]
     if known is not None and row is not None:
         gaps += _compare_catalog(layout, known, row)
@@ -146,12 +145,11 @@ def _table_of(catalog: TensorTable | Mapping[str, TensorSpec]) -> TensorTable:
     return catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
 
 
-def _rows_in(known: TensorTable, names: Sequence[str]) -> IntArray:
-    """(n,) the row of each name in a table, _UNKNOWN for those it does not have."""
-    try:
-        return number_names(known.index, names)
-    except KeyError:
-        return np.array([known.index.get(name, _UNKNOWN) for name in names], dtype=np.int64)
+def _rows_in(known: TensorTable, tensors: TensorTable) -> IntArray:
+    """(n,) the row of each tensor in a table, _UNKNOWN for those that it does not have."""
+    if tensors.place is not None:
+        return tensors.place[1]
+    return np.array([known.index.get(name, _UNKNOWN) for name in tensors.names], dtype=np.int64)
 
 
 def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:

@@ -124,7 +124,8 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
 def test_status_is_watched_until_it_is_interrupted(gateway: str) -> None:
     command = [sys.executable, "-m", "weightcast", "status", "--gateway", gateway, "--watch", "0.2"]
     ours, theirs = os.openpty()
-    with subprocess.Popen(command, stdout=theirs, env={**os.environ, "TERM": "xterm"}) as process:
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=theirs, env=environment, preexec_fn=_heed_interrupts) as process:
         os.close(theirs)
         try:
             with GatewayClient(gateway) as client:
@@ -140,6 +141,11 @@ def test_status_is_watched_until_it_is_interrupted(gateway: str) -> None:
             os.close(ours)
 
 
+def _heed_interrupts() -> None:
+    """A shell that runs tests in the background has them inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def _read_until(terminal: int, text: str) -> None:
     """Reads what is shown on a terminal until the text comes."""
     shown = b""
@@ -150,7 +156,7 @@ def _read_until(terminal: int, text: str) -> None:
 
 def test_status_is_watched_as_json(gateway: str) -> None:
     command = [sys.executable, "-m", "weightcast", "status", "--gateway", gateway, "--json", "--watch", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts) as process:
         assert process.stdout is not None
         assert [list(json.loads(process.stdout.readline())) for _ in range(2)] == [["pairs"]] * 2
         process.send_signal(signal.SIGINT)

@@ -6,17 +6,18 @@ so a part is valid only for that table: it carries the table's fingerprint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
 
+from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray, TensorTable
 from weightcast.transfer.verification import Verify
 
-__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_rows"]
+__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_made", "join_rows"]
 
 TRAINER = -1
 """Value of an instance column that means the trainer."""
@@ -34,7 +35,31 @@ Rows = TypeVar("Rows", "Operations", "DigestRows")
 
 def join_rows(kind: type[Rows], parts: Sequence[Rows]) -> Rows:
     """Rows of several tables, one after the other; at least one table."""
-    return kind(*(np.concatenate([getattr(part, name) for part in parts]) for name in kind.__slots__))
+    return join_made(kind, sum(map(len, parts)), parts)
+
+
+def join_made(kind: type[Rows], count: int, parts: Iterable[Rows]) -> Rows:
+    """join_rows of tables of `count` rows in all that are made one by one: the next takes the memory of the one before.
+
+    A large plan would otherwise be written twice, both times into memory that no cache has.
+    """
+    columns: list[IntArray] = []
+    done = 0
+    for part in parts:
+        made: list[IntArray] = [getattr(part, name) for name in kind.__slots__]
+        columns = columns or _empty_columns(made, count)
+        if done + len(part) > count:
+            raise PlanError(f"tables of {done + len(part)} rows and more were made, expected {count}")
+        for column, own in zip(columns, made, strict=True):
+            column[done : done + len(part)] = own
+        done += len(part)
+    if done < count or not columns:
+        raise PlanError(f"tables of {done} rows were made, expected {count}")
+    return kind(*columns)
+
+
+def _empty_columns(like: Sequence[IntArray], count: int) -> list[IntArray]:
+    return [np.empty((count, *column.shape[1:]), dtype=np.int64) for column in like]
 
 
 class Kind(IntEnum):

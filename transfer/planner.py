@@ -6,7 +6,8 @@ other and keeps what did not change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -22,7 +23,7 @@ from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import IntArray, RegionTable
-from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
+from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_made, join_rows
 from weightcast.transfer.reach import Reach
 from weightcast.transfer.regions import Cells
 from weightcast.transfer.routing import Needs, route
@@ -137,7 +138,8 @@ def make_plan(
         dealt, operations = _route(pair, sources, reach, asks, hosts, topology)
     else:
         entries = zip(asks, dealt.entry, strict=True)
-        operations = join_rows(Operations, [direct_rows(a.number, a.side, a.receives, sources, e) for a, e in entries])
+        rows = (direct_rows(a.number, a.side, a.receives, sources, e) for a, e in entries)
+        operations = join_made(Operations, sum(a.receives.row.shape[0] for a in asks), rows)
     plan = TransferPlan(
         tensors=pair.tensors,
         instances=tuple(side.name for side in pair.instances),
@@ -299,14 +301,19 @@ def _needs(sources: Sources, reach: Reach, asks: list[Asks]) -> Needs:
 
 
 def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
-    parts = [_trainer_digests(pair, sources)]
-    made: dict[int, DigestRows] = {}
-    for index, (side, own) in enumerate(zip(pair.instances, cells, strict=True)):
-        if id(own) not in made:
-            made[id(own)] = digest_rows(index, side, own)
-        rows = made[id(own)]
-        parts.append(replace(rows, instance=np.full(len(rows), index, dtype=np.int64)))
-    return join_rows(DigestRows, parts)
+    trainer = _trainer_digests(pair, sources)
+
+    def parts() -> Iterator[DigestRows]:
+        yield trainer
+        made: dict[int, DigestRows] = {}
+        uses = Counter(map(id, cells))
+        for index, (side, own) in enumerate(zip(pair.instances, cells, strict=True)):
+            rows = made.get(id(own)) or digest_rows(index, side, own)
+            if uses[id(own)] > 1:
+                made[id(own)] = rows
+            yield replace(rows, instance=np.full(len(rows), index, dtype=np.int64))
+
+    return join_made(DigestRows, len(trainer) + sum(one.row.shape[0] for one in cells), parts())
 
 
 def _trainer_digests(pair: Pair, sources: Sources) -> DigestRows:

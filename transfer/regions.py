@@ -92,7 +92,11 @@ def _meet(
     """Candidate pairs -> those that share an element, with the box they share."""
     low_a, low_b = np.take(left[1], a, axis=0), np.take(right[1], b, axis=0)
     offset = np.maximum(low_a, low_b)
-    size = np.minimum(low_a + np.take(left[2], a, axis=0), low_b + np.take(right[2], b, axis=0)) - offset
+    size, high = np.take(left[2], a, axis=0), np.take(right[2], b, axis=0)
+    size += low_a
+    high += low_b
+    np.minimum(size, high, out=size)
+    size -= offset
     meets = np.ones(a.shape[0], dtype=np.bool_)
     for dim in range(size.shape[1]):
         meets &= size[:, dim] > 0

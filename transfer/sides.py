@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
-from weightcast.transfer.columns import BoolArray, number_names, ranges, stable_order, volumes
+from weightcast.transfer.columns import BoolArray, ranges, stable_order, volumes
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.expert_names import NONE, parse_layers
@@ -103,6 +103,7 @@ class _Names:
     def __init__(self, trainer: Sequence[RegionTable], instances: Iterable[Sequence[RegionTable]]) -> None:
         self._number(trainer)
         self._rows: dict[str, IntArray] = {}
+        self._wholes: dict[int, IntArray] = {}
         for tables in instances:
             try:
                 for table in tables:
@@ -110,6 +111,7 @@ class _Names:
             except KeyError:
                 # Only now, because an instance rarely has a tensor that the trainer does not have.
                 self._rows.clear()
+                self._wholes.clear()
                 self._number([*trainer, *(table for more in instances for table in more)])
 
     def _number(self, tables: Sequence[RegionTable]) -> None:
@@ -126,8 +128,22 @@ class _Names:
         """The pair's tensor for each of a table's. Raises KeyError for an unknown name."""
         rows = self._rows.get(table.fingerprint)
         if rows is None:
-            rows = self._rows[table.fingerprint] = number_names(self.index, table.tensors.names)
+            rows = self._find(table.tensors)
+            if (rows < 0).any():
+                raise KeyError(table.tensors.names[int(rows.argmin())])
+            self._rows[table.fingerprint] = rows
         return rows
+
+    def _find(self, tensors: TensorTable) -> IntArray:
+        """(T,) the pair's tensor, -1 for none, by way of the table that a table has its place in: looking up the names
+        of hundreds of ranks one by one is most of the work otherwise, and all of it misses the processor's caches.
+        """
+        if tensors.place is None:
+            return np.fromiter(map(self.index.get, tensors.names, repeat(-1)), dtype=np.int64, count=len(tensors))
+        whole, place = tensors.place
+        if id(whole) not in self._wholes:
+            self._wholes[id(whole)] = self._find(whole)
+        return np.take(self._wholes[id(whole)], place)
 
 
 def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]]) -> Pair:
