@@ -33,7 +33,7 @@ from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 if TYPE_CHECKING:
     from weightcast.gateway.instance_worker import InstanceWorker
 
-__all__ = ["GATEWAY_VARIABLE", "register"]
+__all__ = ["ADDRESS_VARIABLE", "GATEWAY_VARIABLE", "register"]
 
 log = logging.getLogger("weightcast.sglang")
 

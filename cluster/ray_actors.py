@@ -18,15 +18,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from weightcast.adapters.sglang_plugin import ADDRESS_VARIABLE
 from weightcast.cluster.processes import end_process, start_process, wait_up
 from weightcast.cluster.tether import tethered
-from weightcast.gateway.ray_actor import NAMESPACE
+from weightcast.gateway.hosts import HOST_VARIABLE, host_name
+from weightcast.gateway.ray_actor import NAMESPACE, find_actor, http_address
 from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
-__all__ = ["CONNECTED", "EngineActor", "Launch", "RankActor", "spawn"]
+__all__ = ["CONNECTED", "EngineActor", "Launch", "RankActor", "answered", "spawn", "stop_actor"]
 
 CONNECTED = "connected"
 """What a trainer's rank speaks about first."""
+_DRAIN = 60.0
 _RESTART = 1800.0
 """Seconds for an engine that is started again."""
 
@@ -44,6 +47,42 @@ def spawn(body: type, name: str, *arguments: Any, detached: bool = False, **opti
         )
     except ValueError as error:
         raise InputError(f"Ray actor {name!r}: {' '.join(str(error).split())[:300]}") from None
+
+
+def answered(what: Any, who: str, seconds: float) -> Any:
+    """What a call of an actor has returned. Raises the error of ours that it raised, EngineError for any other, and for
+    an actor that has ended or does not answer in time."""
+    import ray
+
+    try:
+        return ray.get(what, timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        raise (
+            error.cause if isinstance(error.cause, WeightcastError) else EngineError(f"{who}: {error.cause}")
+        ) from None
+    except ray.exceptions.GetTimeoutError:
+        raise EngineError(f"{who} did not answer within {seconds:g} s; is there a node for it?") from None
+    except ray.exceptions.RayError as error:
+        raise EngineError(f"{who}: {' '.join(str(error).split())[:300]}") from None
+
+
+def stop_actor(name: str) -> None:
+    """Ends an actor for good, if there is one, after what it holds."""
+    import ray
+
+    actor = find_actor(name)
+    if actor is None:
+        return
+    with suppress(ray.exceptions.RayError, AttributeError):
+        ray.get(actor.stop.remote(), timeout=_DRAIN)
+    ray.kill(actor, no_restart=True)
+
+
+def gcs_address() -> str:
+    """Where this process's Ray cluster is, for RAY_ADDRESS."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 class _OnNode:
@@ -64,13 +103,29 @@ class _OnNode:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How an engine is started. `{host}`, `{port}` and `{python}` as parts of the command are filled in; a log without
-    a name goes to the node's temporary folder; `health` is a path that answers once it is up, "" if there is none."""
+    """How an engine is started. `{host}`, `{port}`, `{python}`, `{instance}`, `{gateway}` and `{gateway_http}`, where
+    that is now, as parts of the command are filled in; a log without a name goes to the node's temporary folder;
+    `health` is a path that answers once it is up, "" if there is none."""
 
     command: list[str]
     environment: dict[str, str]
     log: str | None = None
     health: str = "/health"
+    instance: str = ""
+    gateway: str = ""
+
+    def filled(self, host: str, port: int) -> list[str]:
+        """The command, for a server at this address."""
+        known = {
+            "{host}": host,
+            "{port}": str(port),
+            "{python}": sys.executable,
+            "{instance}": self.instance,
+            "{gateway}": self.gateway,
+        }
+        if "{gateway_http}" in self.command:
+            known["{gateway_http}"] = http_address(self.gateway)
+        return [known.get(part, part) for part in self.command]
 
 
 class EngineActor(_OnNode):
@@ -99,10 +154,14 @@ class EngineActor(_OnNode):
         """Starts it without waiting; its address."""
         host, port = self.address(), self.free_port()
         self._url, self._health = f"http://{host}:{port}", launch.health
-        known = {"{host}": host, "{port}": str(port), "{python}": sys.executable}
-        filled = [known.get(part, part) for part in launch.command]
         self._log = Path(launch.log or tempfile.mkstemp(prefix="weightcast-engine-", suffix=".log")[1])
-        self._process = start_process(tethered(filled), self._log, launch.environment)
+        # Its ranks are no actors: what those know of where they are has to be told.
+        place = {ADDRESS_VARIABLE: host, HOST_VARIABLE: host_name(), "RAY_ADDRESS": gcs_address()}
+        self._process = start_process(tethered(launch.filled(host, port)), self._log, {**place, **launch.environment})
+        return self._url
+
+    def where(self) -> str:
+        """Its address."""
         return self._url
 
     def wait_up(self, seconds: float) -> str:

@@ -25,7 +25,9 @@ name = "rollout-0"
 world_size = 2
 command = ["{python}", "-m", "sglang.launch_server", "--host", "{host}", "--port", "{port}", "--tp-size", "2"]
 options = { num_gpus = 2 }
-# {python}, {host}, {port} and {gateway} (its HTTP address) are filled in; health = "" if it answers no HTTP
+# {python}, {host}, {port}, {instance} (its name), {gateway} (for GatewayClient and InstanceWorker) and {gateway_http}
+# are filled in; health = "" if it answers no HTTP
+# count = 4                          # so many of them, rollout-0-0 to rollout-0-3
 # url = "http://10.0.0.7:30000"      # instead of a command: an engine that is there already
 # kind = "worker"                    # without either: an engine of your own that comes by itself
 
@@ -39,7 +41,7 @@ nic_gbps = 400                       # as in the file of `weightcast plan --simu
 from __future__ import annotations
 
 import tomllib
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -93,6 +95,18 @@ class InstanceSpec:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     restarts: int = 3
+    count: int | None = None
+
+    def each(self) -> tuple[InstanceSpec, ...]:
+        """The instances that a table with a count stands for."""
+        if self.count is None:
+            return (self,)
+        return tuple(replace(self, name=f"{self.name}-{number}", count=None) for number in range(self.count))
+
+    @property
+    def log_file(self) -> str | None:
+        """Where the log of its own goes."""
+        return self.log and self.log.replace("{instance}", self.name)
 
     def record(self, url: str) -> dict[str, Any]:
         """What the gateway wants to know of it."""
@@ -140,10 +154,18 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
             raise InputError(f"{name!r} is missing")
     if not isinstance(document["instance"], list) or not document["instance"]:
         raise InputError("'instance' is no list of tables: write [[instance]]")
-    instances = tuple(_table(InstanceSpec, "[[instance]]", table) for table in document["instance"])
-    for one in instances:
+    tables = [_table(InstanceSpec, "[[instance]]", table) for table in document["instance"]]
+    for one in tables:
+        if one.count is not None and (one.count < 0 or one.url or (one.log and "{instance}" not in one.log)):
+            raise InputError(
+                f"instance {one.name!r}: count is {one.count}, expected 0 or more, without a url, and {{instance}} in "
+                "the name of its log"
+            )
         if (one.command and one.url) or not (one.command or one.url or one.kind == "worker"):
             raise InputError(f"instance {one.name!r} wants a command or a url, one of them")
+    instances = tuple(one for table in tables for one in table.each())
+    if not instances:
+        raise InputError("there are no instances; a pair has one at least")
     names = [one.name for one in instances]
     if len(set(names)) < len(names):
         raise InputError(f"two instances are called {next(n for n in names if names.count(n) > 1)!r}")

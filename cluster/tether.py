@@ -26,6 +26,7 @@ def tethered(command: list[str]) -> list[str]:
 
 def main(parent: int, command: list[str]) -> int:
     """The command's exit status."""
+    _watch(os.getpid())
     child = subprocess.Popen(command)
     told = []
     signal.signal(signal.SIGTERM, lambda *_: told.append(True))
@@ -34,6 +35,20 @@ def main(parent: int, command: list[str]) -> int:
             _end_group(child)
         time.sleep(_LOOK_SECONDS)
     return child.returncode
+
+
+def _watch(tether: int) -> None:
+    """A process that ends the group when this one is gone: a worker of Ray that loses its node kills its children, and
+    this is one of them.
+    """
+    if os.fork():
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while os.getppid() == tether:
+        time.sleep(_LOOK_SECONDS)
+    os.killpg(tether, signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)
+    os.killpg(tether, signal.SIGKILL)  # itself, too
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:

@@ -64,7 +64,8 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _update(arguments: argparse.Namespace) -> int:
-    from weightcast.cluster.launch import on_ray, update
+    from weightcast.cluster.launch import on_ray
+    from weightcast.cluster.trainer_ranks import update
     from weightcast.commands.outcome import show_update
 
     with on_ray(arguments.ray):

@@ -15,7 +15,7 @@ from weightcast.demo.machines import Trainers
 from weightcast.demo.processes import Server, server_command, server_environment
 from weightcast.demo.trainer import Place
 from weightcast.gateway.client import TOKEN_VARIABLE
-from weightcast.gateway.ray_actor import start_gateway
+from weightcast.gateway.ray_actor import start_gateway, worker_token
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["RayMachines"]
@@ -58,13 +58,13 @@ class RayMachines:
         actor = spawn(EngineActor, f"{_NAME}-{spec.name}")
         self._stack.callback(_stop, actor)
         command = server_command(spec, self._config, self._model, "{python}", "{host}", "{port}")
-        environment = server_environment(spec, self._token)
+        environment = server_environment(spec, worker_token(self._token))
         return _RayServer(spec, ray.get(actor.start.remote(Launch(command, environment, str(log)))), log, actor)
 
     def start_trainers(self, url: str) -> Trainers:
         import ray
 
-        environment = {TOKEN_VARIABLE: self._token}
+        environment = {TOKEN_VARIABLE: worker_token(self._token)}
         actors = [spawn(RankActor, f"{_NAME}-trainer-{rank}", environment) for rank in range(self._config.trainers)]
         for actor in actors:
             self._stack.callback(_kill, actor)

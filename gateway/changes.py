@@ -34,6 +34,11 @@ class Journal(Generic[T]):
         """Those that are still there with their numbers, newest first."""
         return zip(range(self.count - 1, -1, -1), reversed(self._entries), strict=False)
 
+    @property
+    def last(self) -> T | None:
+        """The newest, if there is one."""
+        return self._entries[-1] if self._entries else None
+
     def since(self, number: int) -> list[T]:
         """Those from `number` on that are still there."""
         return [entry for _, entry in islice(self.latest(), max(self.count - number, 0))][::-1]

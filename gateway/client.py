@@ -240,9 +240,12 @@ class GatewayClient:
         content = wire.encode_report(report)
         return bool(self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()["committed"])
 
-    def beat(self, path: str, identity: str) -> None:
-        """Says that a rank lives: `path` is "trainer/RANK" or "instances/INSTANCE/ranks/RANK" behind the pair."""
-        self._call("POST", f"/pairs/{path}/beat", json={"identity": identity})
+    def beat(self, path: str, identity: str) -> int | None:
+        """Says that a rank lives: `path` is "trainer/RANK" or "instances/INSTANCE/ranks/RANK" behind the pair. Returns
+        `Instance.running` for the rank of one.
+        """
+        answer = self._call("POST", f"/pairs/{path}/beat", json={"identity": identity}).json()
+        return None if answer.get("running") is None else int(answer["running"])
 
     def restarted(self, pair: str, instance: str, rank: int) -> None:
         """Says that a rank started anew after its instance had joined."""

@@ -28,8 +28,16 @@ class OrderFeed:
         self._client, self._pair = client, pair
         self._after, self._boot, self._deadline = after, boot, deadline
 
-    def follow(self, names: Collection[str], work: Follow, last: Callable[[Order], bool]) -> None:
+    def follow(
+        self,
+        names: Collection[str],
+        work: Follow,
+        last: Callable[[Order], bool],
+        seen: Callable[[Order], None] = lambda order: None,
+    ) -> None:
         """Does `work` for all instances at once, so that none waits for another, until each has had its `last` order.
+
+        `seen` is told of each order as it comes, while the work for its instance may be busy with one before.
 
         Raises the first failure after all have ended; DeadlineError when an order does not come, ControlError when the
         gateway was restarted.
@@ -50,7 +58,7 @@ class OrderFeed:
         with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
             futures = [pool.submit(work, name, taker(name)) for name in names]
             try:
-                self._deal(queues, last)
+                self._deal(queues, last, seen)
             except BaseException as error:
                 for queue in queues.values():
                     queue.put(error)
@@ -58,12 +66,18 @@ class OrderFeed:
         for future in futures:
             future.result()
 
-    def _deal(self, queues: dict[str, SimpleQueue[Order | BaseException]], last: Callable[[Order], bool]) -> None:
+    def _deal(
+        self,
+        queues: dict[str, SimpleQueue[Order | BaseException]],
+        last: Callable[[Order], bool],
+        seen: Callable[[Order], None],
+    ) -> None:
         left = set(queues)
         while left:
             for order in self._next(left):
                 name = order["instance"]
                 if name in left:
+                    seen(order)
                     queues[name].put(order)
                     if last(order):
                         left.discard(name)

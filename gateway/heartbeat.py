@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 
 from weightcast.gateway.client import GatewayClient
 from weightcast.transfer.errors import WeightcastError
@@ -17,22 +19,34 @@ class Heartbeat:
     """Beats until it is closed. `path` and `identity` are those of `GatewayClient.beat`.
 
     A thread, because a rank computes for minutes between two calls of ours. A beat that does not arrive is not
-    repeated: the next one says the same.
+    repeated: the next one says the same. `told` is called with the `time.monotonic()` at which a beat was sent, and
+    with what the gateway answered.
     """
 
-    def __init__(self, url: str, token: str | None, path: str, identity: str, seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        path: str,
+        identity: str,
+        seconds: float,
+        told: Callable[[float, int | None], None] = lambda sent, running: None,
+    ) -> None:
         self._client = GatewayClient(url, token, timeout=max(seconds, 1.0))
-        self._path, self._identity, self._seconds = path, identity, seconds
+        self._path, self._identity, self._seconds, self._told = path, identity, seconds, told
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightcast-heartbeat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while True:
+            sent = time.monotonic()
             try:
-                self._client.beat(self._path, self._identity)
+                running = self._client.beat(self._path, self._identity)
             except WeightcastError as error:
                 log.debug("heartbeat of %s: %s", self._path, error)
+            else:
+                self._told(sent, running)
             if self._end.wait(self._seconds):
                 break
         self._client.close()

@@ -103,7 +103,7 @@ def _orders(routes: _Routes) -> None:
     async def beat(asked: Asked) -> Reply:
         found = routes.pair(asked).instance(asked.path["instance"])
         await found.beat(asked.whole("rank"), (await asked.json(BeatBody)).identity)
-        return json_reply({})
+        return json_reply({"running": found.running})
 
 
 def _update(routes: _Routes) -> None:

@@ -105,6 +105,12 @@ class Instance(Side):
         return self.record.serves and not self.silent
 
     @property
+    def running(self) -> int | None:
+        """The epoch whose ranks were told to run, and nothing since; None if that is over."""
+        last = self.orders.last
+        return last.epoch if last is not None and last.action == "run" else None
+
+    @property
     def group(self) -> str:
         """Name of the communicator of the present epoch."""
         return f"weightcast/{self.pair}/{self.name}/{self.record.epoch}"

@@ -19,6 +19,7 @@ from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
     Change,
     Member,
+    Run,
     Waits,
     changed_placement,
     check_unmoved,
@@ -71,6 +72,7 @@ class InstanceWorker:
         self._layout: RankLayout | None = None
         self._member: Member | None = None
         self._digests = PartDigests()
+        self._run: Run | None = None
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = ""
@@ -118,7 +120,8 @@ class InstanceWorker:
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         if self._heartbeat is None:
             path = f"{self._pair}/instances/{self._instance}/ranks/{self._rank}"
-            self._heartbeat = Heartbeat(self._url, self._token, path, self._identity, self._waits.heartbeat)
+            seconds = self._waits.heartbeat
+            self._heartbeat = Heartbeat(self._url, self._token, path, self._identity, seconds, self._heard)
 
     def _join(self, epoch: int) -> None:
         deadline = time.monotonic() + self._waits.gateway
@@ -144,17 +147,27 @@ class InstanceWorker:
             if self._cursor is not None:
                 self._cursor = int(order["number"]) + 1  # it need not be asked for
             executor = member.executor_for(order["layers"], self._described())
-            if executor is None:
+            if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
             self.uncommitted, self._verified = True, None
             self._target = int(order["version"])
             labels = {"pair": self._pair, "version": self._target}
+            self._run = Run(self._epoch, member.group)
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
             raise
         except BaseException as error:
             self._tell(error)
             raise
+        finally:
+            self._run = None
+
+    def _heard(self, sent: float, running: int | None) -> None:
+        """The gateway says at each beat whose run it waits for."""
+        run = self._run
+        if run is not None and sent > run.since and running != run.epoch:
+            log.warning("%s rank %d: the run is called off", self._instance, self._rank)
+            run.call_off()
 
     def verify(self) -> bool:
         """Digests this rank's memory as it now is, after the engine's own post-load work, and reports.

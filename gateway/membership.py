@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import socket
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.hosts import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import StalePlanError, WeightcastError
@@ -24,9 +24,9 @@ from weightcast.transfer.plan import RankPart
 from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
 
 __all__ = [
-    "HOST_VARIABLE",
     "Change",
     "Member",
+    "Run",
     "Waits",
     "changed_placement",
     "check_unmoved",
@@ -34,9 +34,6 @@ __all__ = [
     "only_layers",
     "report_of",
 ]
-
-HOST_VARIABLE = "WEIGHTCAST_HOST"
-"""Environment variable that names a rank's host for the planner, where containers have host names of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +94,23 @@ class Member:
         self.neighbours.close()
 
 
+@dataclass(slots=True)
+class Run:
+    """A transfer under way. The gateway may give it up before this rank sees why: Gloo does not notice that a peer is
+    gone in the middle of a message.
+    """
+
+    epoch: int
+    group: TorchGroup
+    since: float = field(default_factory=time.monotonic)
+    called_off: bool = False
+
+    def call_off(self) -> None:
+        """Makes it fail at once; from any thread."""
+        self.called_off = True
+        self.group.abort()
+
+
 def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
     """The part without the operations on anything but routed experts of `layers`; every member leaves out the same."""
     names = parse_names(part.tensors.names)
@@ -107,8 +121,7 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
     """What goes on the wire of a layout."""
-    host = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-    return RankReport(rank, world_size, host, layout.table, layout.placement, layout.notes)
+    return RankReport(rank, world_size, host_name(), layout.table, layout.placement, layout.notes)
 
 
 def join(

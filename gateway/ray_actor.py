@@ -10,6 +10,7 @@ after the actor was started anew: it asks Ray where the actor serves. Ray is imp
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import socket
 import time
@@ -22,12 +23,25 @@ import httpx
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.transfer.errors import ControlError, InputError
 
-__all__ = ["NAME", "NAMESPACE", "RayTransport", "actor_name", "gateway_url", "start_gateway", "stop_gateway"]
+__all__ = [
+    "NAME",
+    "NAMESPACE",
+    "WORKER_VARIABLE",
+    "RayTransport",
+    "actor_name",
+    "gateway_url",
+    "http_address",
+    "start_gateway",
+    "stop_gateway",
+    "worker_token",
+]
 
 NAME = "weightcast"
 """Name of the gateway's actor unless told otherwise."""
 NAMESPACE = "weightcast"
 """Ray namespace of all actors of this project."""
+WORKER_VARIABLE = "WEIGHTCAST_WORKER_TOKEN"
+"""Environment variable with the token for ranks."""
 SCHEME = "ray"
 _RESTARTS = -1
 """Ray starts the gateway again as often as it dies."""
@@ -115,6 +129,13 @@ def _listener(address: str, port: int, state: Path | None) -> socket.socket:
     return listener
 
 
+def worker_token(operator: str) -> str:
+    """The token for ranks: WEIGHTCAST_WORKER_TOKEN, else one that follows from the operator's, so that whoever has
+    that one can hand it out at any time; it does not tell the operator's.
+    """
+    return os.environ.get(WORKER_VARIABLE) or hmac.digest(operator.encode(), b"weightcast worker", "sha256").hex()
+
+
 def start_gateway(
     name: str = NAME,
     *,
@@ -127,7 +148,8 @@ def start_gateway(
 ) -> Any:
     """Starts the actor and waits until it serves; returns its handle, with which it ends unless it is `detached`.
 
-    `tokens` are by scope ("operator", "worker", "read"), the operator's from WEIGHTCAST_TOKEN unless given. With a
+    `tokens` are by scope ("operator", "worker", "read"), the operator's from WEIGHTCAST_TOKEN and the worker's from
+    `worker_token` unless given. With a
     `state` file on storage that every node sees Ray starts it again wherever it died and nothing committed is lost.
     `detached` actors outlive the program that started them. `options` are Ray's, as resources or a placement group.
     Raises ControlError if there is such an actor, or if it does not serve.
@@ -135,6 +157,7 @@ def start_gateway(
     import ray
 
     given = tokens or {"operator": os.environ.get(TOKEN_VARIABLE, "")}
+    given = {"worker": worker_token(given["operator"]), **given}
     if find_actor(name) is not None:
         raise ControlError(f"there is a Ray actor {name!r} in namespace {NAMESPACE!r} already; stop it first")
     actor = ray.remote(GatewayActor).options(
@@ -188,6 +211,11 @@ def gateway_url(name: str = NAME) -> str:
     if handle is None:
         raise ControlError(f"there is no Ray actor {name!r} in namespace {NAMESPACE!r}; start a gateway there")
     return str(ray.get(handle.url.remote(), timeout=_START))
+
+
+def http_address(url: str) -> str:
+    """The HTTP address of a gateway: of one at `ray://NAME` where its actor is now."""
+    return gateway_url(actor_name(url)) if url.startswith(f"{SCHEME}://") else url
 
 
 class RayTransport(httpx.BaseTransport):

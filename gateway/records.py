@@ -44,10 +44,10 @@ class Order:
 
     `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of
     `epoch` and join), "connected", "prepare" (check that the layout still holds, then report ready), "run" (transfer
-    `version`; of `layers` alone if there are any), "end" (the update to `version` is over: committed or not, and why),
-    "failed" (connecting is), "left" (the instance is no longer one of the pair). `version` of "register", "join" and
-    "connected" is that of the update that they belong to, None outside of one. `trainer` counts how often the trainer
-    had started when the connect or update began.
+    `version`; of `layers` alone if there are any), "end" (the update to `version` is over: committed or not, and why;
+    without a version, what was begun of it is), "failed" (connecting is), "left" (the instance is no longer one of the
+    pair). `version` of "register", "join" and "connected" is that of the update that they belong to, None outside of
+    one. `trainer` counts how often the trainer had started when the connect or update began.
     """
 
     action: str

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable
+from contextlib import suppress
 
 from weightcast.gateway.agreement import Agreement
 from weightcast.gateway.coordinator import connect_instances, merge_trainer_reports, watched
@@ -198,12 +199,11 @@ class _Update:
             await pair.give(instance, Order("run", instance.record.epoch, version, layers=layers))
             await self._transfer(call)
         except Exception as error:
-            if instance.record.phase is Phase.PREPARING:  # ranks that are ready wait for the order to begin
-                await pair.give(instance, Order("end", instance.record.epoch, reason=str(error)))
+            # Ranks that are ready wait for the order to begin, and those that run for others that may be gone.
+            await pair.give(instance, Order("end", instance.record.epoch, reason=str(error)))
             raise
         finally:
-            # The engine's call must be over before anything else is asked of the engine.
-            await asyncio.gather(call, return_exceptions=True)
+            await self._over(call)
         await instance.driver.end()
         verified = await self._verify()
         await self._together.reach(instance, "verified", pair.spec.settings.longest)
@@ -261,6 +261,15 @@ class _Update:
             return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
         return await asyncio.to_thread(checks.compare, instance.trainer_digests, instance.name, instance.digests, slots)
+
+    async def _over(self, call: asyncio.Task[None]) -> None:
+        """The engine's call must be over before anything else is asked of the engine; nobody waits long for the answer
+        of one that is not heard from.
+        """
+        settings = self._pair.spec.settings
+        await self._instance.poll(lambda: call.done() or bool(self._instance.silent), settings.engine)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), settings.clean_up)
 
     def _moved(self) -> _MovedError:
         instance = self._instance

@@ -20,7 +20,7 @@ from weightcast.gateway.client import GatewayClient, Registered
 from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import Member, Waits, join, report_of
+from weightcast.gateway.membership import Member, Run, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
@@ -79,6 +79,7 @@ class TrainerWorker:
         self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
+        self._running: dict[str, Run] = {}
         self._digests = SharedDigests()
         self._start, self._generation = "", 0
 
@@ -148,6 +149,7 @@ class TrainerWorker:
             names,
             lambda name, take: self._follow_update(name, version, take, reports),
             lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
+            self._call_off,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
@@ -237,20 +239,33 @@ class TrainerWorker:
         """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
         member, layout = self._members.get(name), self._layout
         epoch, version = order["epoch"], order["version"]
+        run: Run | None = None
         try:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
             labels = self._labels(version)
             digesting = self._digests.start(member.part, layout, version, labels)
-            if executor is not None:
+            if executor is not None and member.group is not None:
+                run = self._running[name] = Run(epoch, member.group)
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
             digests = digesting.result()
             if executor is not None:
                 reports[name] = replace(reports[name], digest_seconds=digests.seconds)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
         except WeightcastError as error:
-            self._tell(name, epoch, error)
+            if run is None or not run.called_off:
+                self._tell(name, epoch, error)
+        finally:
+            self._running.pop(name, None)
+
+    def _call_off(self, order: dict[str, Any]) -> None:
+        """Ends a run that the gateway has given up: from a host that is cut off nothing comes, not even an error."""
+        run = self._running.get(order["instance"])
+        if run is not None and (order["epoch"] != run.epoch or order["action"] in ("end", "failed", "left")):
+            where = {"pair": self._pair, "instance": order["instance"], "rank": self._rank}
+            log.warning("the run is called off: %s", order["reason"], extra=where)
+            run.call_off()
 
     def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}

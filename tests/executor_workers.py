@@ -9,6 +9,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -317,6 +319,27 @@ def lose_a_peer(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
     except TransferError as error:
         return time.monotonic() - start, str(error)
     return time.monotonic() - start, "nothing was lost"
+
+
+def give_a_stopped_peer_up(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
+    """Rank 1 stands still once it has asked for a large message; rank 0, which sends it, gives up after a second."""
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "stopped")
+    message, go = torch.zeros(64 << 20, dtype=torch.uint8), torch.zeros(1)
+    if rank == 1:
+        group.post([(0, go)], []).wait(Deadline.after(20.0))
+        group.post([], [(0, message)])
+        subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0, ""
+    group.post([], [(1, go)]).wait(Deadline.after(20.0))
+    time.sleep(0.5)
+    threading.Timer(1.0, group.abort).start()
+    start = time.monotonic()
+    try:
+        group.post([(1, message)], []).wait(Deadline.after(15.0))
+    except TransferError as error:
+        return time.monotonic() - start, str(error)
+    return time.monotonic() - start, "it was sent"
 
 
 def feed_two_instances(rank: int, world: int, _: int, port: int, stuck: bool) -> list[tuple[str, float]]:

@@ -17,8 +17,8 @@ from pair_workers import EXPERTS, E, SlotSink, expert_name, expert_of
 from plain_support import Piece, PlainSink
 
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.hosts import HOST_VARIABLE
 from weightcast.gateway.instance_worker import InstanceWorker
-from weightcast.gateway.membership import HOST_VARIABLE
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.layout import RankLayout

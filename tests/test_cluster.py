@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
 from gateway_support import running_gateway
 
-from weightcast.cluster.processes import running
+from weightcast.cluster.processes import running, start_process
 from weightcast.cluster.spec import read_spec
+from weightcast.cluster.tether import tethered
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.hosts import name_of_node
 from weightcast.transfer.errors import AuthorizationError, InputError, TransferError
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
-TOKEN = "a-token-for-the-cluster-tests"
 COMMAND = ("command =", "health =", "log =")
 """What the file says of an engine that `up` is to start."""
-PARTS = Path(__file__).parent / "cluster_parts.py"
 
 SPEC = """
 pair = "main"
@@ -58,45 +57,9 @@ nic_gbps = 100
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a cluster of two nodes on this machine."""
-    from ray.cluster_utils import Cluster
-
-    paths = [str(PARTS.parent), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        patch.setenv("WEIGHTCAST_TOKEN", TOKEN)
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        node = {"num_cpus": 2, "include_dashboard": False}
-        made = Cluster(initialize_head=True, head_node_args=node)
+    with ray_cluster({}) as made:
         made.add_node(num_cpus=2, resources={"other": 2})
-        patch.setenv("RAY_ADDRESS", made.address)
-        ray.init(address=made.address, namespace="tests", log_to_driver=False, logging_level="error")
-        try:
-            yield made.address
-        finally:
-            ray.shutdown()
-            made.shutdown()
-
-
-def weightcast(*arguments: str, status: int = 0) -> str:
-    """Runs the command; its standard output, or its error where it is to fail."""
-    command = [sys.executable, "-m", "weightcast", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd="/", check=False)
-    assert ran.returncode == status, ran.stderr[-2000:]
-    return ran.stdout if status == 0 else ran.stderr
-
-
-def actors() -> set[str]:
-    return {a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if a["namespace"] == "weightcast"}
-
-
-def seen(folder: Path, version: int) -> str:
-    """What the engine found in its memory when it began to serve a version."""
-    file = folder / f"rollout-0-0-{version}"
-    for _ in range(100):
-        if file.exists() and file.read_text():
-            return file.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"version {version} is not served; {(folder / 'engine.log').read_text()[-1000:]}")
+        yield made.address
 
 
 @pytest.mark.slow
@@ -108,7 +71,11 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     assert actors() == {"weightcast", "main/rollout-0", "main/trainer/0", "main/trainer/1", "bystander"}
     assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
     assert seen(tmp_path, 1) == "right"
+    token = (tmp_path / "rollout-0.token").read_text()
+    with GatewayClient("ray://weightcast", token) as engine, pytest.raises(AuthorizationError, match="scope worker"):
+        engine.delete_pair("main")
 
+    (tmp_path / "gateway.db.port").unlink()  # it comes again at another address, as on another node
     ray.kill(ray.get_actor("weightcast", namespace="weightcast"), no_restart=False)
     found = json.loads(weightcast("status", "--gateway", "ray://weightcast", "--json"))["pairs"][0]
     assert found["instances"]["rollout-0"]["version"] == 1
@@ -122,23 +89,11 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     assert seen(tmp_path, 3) == "right"
 
     ray.kill(ray.get_actor("main/rollout-0", namespace="weightcast"), no_restart=False)
-    assert seen(tmp_path, updated_at_last(cluster, 4)) == "right"
+    assert seen(tmp_path, updated_at_last(4)) == "right"
 
     weightcast("down", str(file))
     assert actors() == {"bystander"}
     ray.kill(bystander)
-
-
-def updated_at_last(cluster: str, version: int) -> int:
-    """The first version, from one on, that an engine takes which is being started again."""
-    command = [sys.executable, "-m", "weightcast", "update", "main", "--ray", cluster, "--version"]
-    for tried in range(version, version + 10):
-        ran = subprocess.run([*command, str(tried)], capture_output=True, text=True, timeout=200, cwd="/", check=False)
-        if ran.returncode == 0:
-            return tried
-        assert "rollout-0" in ran.stderr
-        time.sleep(2.0)
-    raise AssertionError(ran.stderr)
 
 
 class Bystander:
@@ -200,6 +155,23 @@ def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Pa
         nobody.status()
 
 
+def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
+    """As Ray does it, when a worker that loses its node kills its children."""
+    said = tmp_path / "said"
+    stubborn = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
+    )
+    tether = start_process(tethered([sys.executable, "-c", f"{stubborn}; time.sleep(60)"]), said, {})
+    while not said.read_text():
+        time.sleep(0.05)
+    tether.kill()
+    tether.wait()
+    before = time.monotonic()
+    while Path(f"/proc/{int(said.read_text())}").exists():
+        assert time.monotonic() - before < 15.0, "it lives on"
+        time.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -218,6 +190,14 @@ def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Pa
         (("[topology]", "[[topology]]"), "[topology] is no table"),
         (("[[instance]]", "[instance]"), "'instance' is no list of tables"),
         (("ranks = 2", "ranks = "), "Invalid value"),
+        (
+            ("world_size = 1", "world_size = 1\ncount = 2"),
+            "count is 2, expected 0 or more, without a url, and",
+        ),
+        (
+            ("world_size = 1", "world_size = 1\ncount = 0"),
+            "count is 0, expected 0 or more, without a url, and",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str):
@@ -230,6 +210,25 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str
     assert str(caught.value).startswith(f"{file}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_count_stands_for_so_many_instances(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    text = SPEC.format(address="auto", folder=tmp_path, parts=PARTS).replace("engine.log", "{instance}.log")
+    file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 2"))
+    found = [(one.name, one.log_file) for one in read_spec(file).instances]
+    assert found == [(f"rollout-0-{i}", f"{tmp_path}/rollout-0-{i}.log") for i in range(2)]
+    file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 0"))
+    with pytest.raises(InputError, match="there are no instances"):
+        read_spec(file)
+
+
+def test_nodes_of_one_name_are_told_apart():
+    def node(number: str, name: str, alive: bool = True) -> dict[str, object]:
+        return {"NodeID": number, "NodeManagerHostname": name, "Alive": alive}
+
+    nodes = [node("1", "a"), node("2", "b"), node("3", "b"), node("4", "a", alive=False)]
+    assert [name_of_node(number, nodes) for number in "123"] == ["a", "b/2", "b/3"]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):

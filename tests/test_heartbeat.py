@@ -99,6 +99,22 @@ def test_a_rank_that_falls_silent_ends_the_update_long_before_its_deadline() -> 
     asyncio.run(run())
 
 
+def test_nobody_waits_for_the_call_of_an_engine_that_is_not_heard_from() -> None:
+    async def run() -> None:
+        play = await connected(A, B, transfer=60.0, clean_up=0.2, **QUICK)
+        gateway = await listening(play)
+        play.engine.late["transfer"] = 60.0
+        await play.engine.instance.beat(1, "")
+        record = await play.update(2)
+        assert record.reason == "pair main: rollout-0 ranks 1 were not heard from for 0.4 s"
+        assert record.fenced
+        assert record.seconds < 3.0
+        assert play.engine.instance.running is None, "and who runs is told that it is over"
+        await gateway.close()
+
+    asyncio.run(run())
+
+
 def test_a_trainer_rank_that_falls_silent_ends_all_that_waits_for_it() -> None:
     async def run() -> None:
         play = await connected(A, B, offer=60.0, transfer=60.0, **QUICK)

@@ -23,7 +23,7 @@ TOKEN = "a-token-for-the-tests-of-several-hosts"
 RANKS = Path(__file__).parent / "netns_ranks.py"
 PORT = 8900
 MIB = 1 << 20
-PATIENCE = {"heartbeat": 1, "silence": 5, "outage": 4, "transfer": 10, "join": 20}
+PATIENCE = {"heartbeat": 1, "silence": 5, "outage": 4, "transfer": 100, "join": 20}
 
 
 class Hosts:
@@ -127,7 +127,7 @@ def test_a_link_cut_in_mid_update_fences_one_instance_and_the_next_update_repair
     states = {name: (i["version"], i["fenced"], i["serves"]) for name, i in found.items()}
     assert states == {"rollout-0": (1, True, False), "rollout-1": (2, False, True)}
     assert found["rollout-1"]["updates"][-1]["seconds"] < seconds  # it did not wait for the other
-    assert seconds < PATIENCE["silence"] + PATIENCE["transfer"]
+    assert seconds < PATIENCE["silence"] + 10  # and the trainer does not wait for who is gone until `transfer` is over
 
     net.mend(1)
     on.wait_heard("rollout-0")

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from cluster_support import instances, ray_cluster, weightcast
 from gateway_support import running_gateway
 from safetensors.torch import load_file, save_file
 from sglang_models import write_checkpoint
@@ -21,15 +22,32 @@ from spawn_support import free_port
 from weightcast.cluster.processes import running, wait_up
 from weightcast.gateway.client import TOKEN_VARIABLE
 
-pytest.importorskip("ray", reason="Ray is not installed")
+ray = pytest.importorskip("ray", reason="Ray is not installed")
 pytestmark = [pytest.mark.cluster, pytest.mark.sglang, pytest.mark.slow]
 
 CPU = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
 OPTIONS = """
-    --use-ray --device cpu --dtype bfloat16 --tp-size 2 --ep-size 2 --skip-tokenizer-init --skip-server-warmup
+    --device cpu --dtype bfloat16 --skip-tokenizer-init --skip-server-warmup
     --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph --disable-overlap-schedule
     --max-total-tokens 2048 --max-running-requests 4 --chunked-prefill-size -1 --mem-fraction-static 0.3
-    --sleep-on-idle --weight-version 0 --host 127.0.0.1
+    --sleep-on-idle --weight-version 0
+"""
+ACTORS = "--use-ray --tp-size 2 --ep-size 2 --host 127.0.0.1"
+SPEC = """
+pair = "main"
+
+[gateway]
+state = "{folder}/gateway.db"
+
+[trainer]
+ranks = 1
+checkpoint = "{trained}"
+
+[[instance]]
+name = "rollout-0"
+world_size = 1
+command = ["{{python}}", "-m", "sglang.launch_server", "--host", "{{host}}", "--port", "{{port}}", {arguments}]
+log = "{folder}/server.log"
 """
 
 
@@ -72,7 +90,8 @@ def test_a_checkpoint_goes_into_the_actors(cluster: str, tmp_path: Path):
     with ExitStack() as stack:
         gateway, token = stack.enter_context(running_gateway())
         environment = {TOKEN_VARIABLE: token, "WEIGHTCAST_ADDRESS": "127.0.0.1", "RAY_ADDRESS": cluster}
-        server = stack.enter_context(running([*command, *OPTIONS.split()], log, environment))
+        arguments = [*OPTIONS.split(), *ACTORS.split()]
+        server = stack.enter_context(running([*command, *arguments], log, environment))
         wait_up(server, f"{url}/health", log, 300.0, {})
         before = generated(url)
         instance = json.dumps({"name": "rollout-0", "kind": "sglang", "url": url, "world_size": 2})
@@ -92,3 +111,32 @@ def test_a_checkpoint_goes_into_the_actors(cluster: str, tmp_path: Path):
     assert before["meta_info"]["weight_version"] == "0"  # type: ignore[index]
     assert after["meta_info"]["weight_version"] == "1"  # type: ignore[index]
     assert after["output_ids"] != before["output_ids"]
+
+
+def test_a_server_that_ray_starts_again_is_fenced_until_the_next_update(tmp_path: Path):
+    model = write_checkpoint("qwen3", tmp_path)
+    arguments = ", ".join(f'"{part}"' for part in ["--model-path", str(model), *OPTIONS.split()])
+    file = tmp_path / "cluster.toml"
+    file.write_text(SPEC.format(folder=tmp_path, trained=trained(model, tmp_path / "next"), arguments=arguments))
+    with ray_cluster({**CPU, "SGLANG_CPU_OMP_THREADS_BIND": "0"}):
+        first = json.loads(weightcast("up", str(file), "--json"))["engines"]["rollout-0"]
+        before = generated(first)["output_ids"]
+        weightcast("update", "main", "--version", "1")
+        after = generated(first)["output_ids"]
+        assert after != before
+        assert instances()["rollout-0"]["serves"]
+
+        actor = ray.get_actor("main/rollout-0", namespace="weightcast")
+        ray.kill(actor, no_restart=False)
+        second = ray.get(actor.where.remote(), timeout=300)  # once it has joined
+        with pytest.raises(httpx.TransportError):
+            generated(first)
+        joined = instances()["rollout-0"]
+        assert (joined["fenced"], joined["serves"]) == (True, False)
+        assert generated(second)["output_ids"] == before
+
+        weightcast("update", "main", "--version", "2")
+        assert generated(second)["output_ids"] == after
+        assert generated(second)["meta_info"]["weight_version"] == "2"  # type: ignore[index]
+        assert instances()["rollout-0"]["serves"]
+        weightcast("down", str(file))

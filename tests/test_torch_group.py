@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from executor_workers import lose_a_peer, share_a_process
+from executor_workers import give_a_stopped_peer_up, lose_a_peer, share_a_process
 from group_support import join_all, together
 from spawn_support import free_port, run_ranks
 
@@ -108,6 +108,28 @@ def test_abort_ends_waits_of_other_threads_and_of_peers() -> None:
     assert "rollout-0 rank 1 lost its connection to trainer rank 3 (64 bytes to receive)" in str(theirs)
     with pytest.raises(TransferError, match="the group of trainer rank 3 was closed; connect again"):
         groups[0].post([], [])
+
+
+def test_abort_ends_a_wait_in_the_middle_of_a_message() -> None:
+    store, port = open_store("127.0.0.1", soon(60.0))
+    seconds, message = run_ranks(give_a_stopped_peer_up, 2, port, timeout=60.0)[0]
+    assert message == "stopped: the group of trainer rank 0 was aborted"
+    assert 0.9 < seconds < 3.0, "only the deadline noticed"
+    del store
+
+
+def test_abort_closes_all_connections_though_one_was_lost_before() -> None:
+    groups = join_all(LABELS)
+    groups[1].abort()
+    with pytest.raises(TransferError):
+        groups[0].post([], [(1, tensor(0))]).wait(soon())
+    threading.Timer(0.3, groups[0].abort).start()
+    waiting = groups[0].post([], [(2, tensor(0))])
+    with pytest.raises(TransferError, match="was aborted"):
+        waiting.wait(soon())
+    # `waiting` keeps the backend alive, so nothing but the abort can have closed this one.
+    with pytest.raises(TransferError, match="lost its connection to trainer rank 3"):
+        groups[2].post([], [(0, tensor(0))]).wait(soon(3.0))
 
 
 def test_groups_do_not_feel_each_other() -> None:

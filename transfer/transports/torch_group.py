@@ -15,6 +15,7 @@ import ipaddress
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ import torch.distributed
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import DeadlineError, TransferError
 from weightcast.transfer.transports.base import Exchange, Message
+from weightcast.transfer.transports.waiter import Waiter
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -89,6 +91,8 @@ class TorchGroup:
         self._labels = tuple(labels)
         self._backend = backend
         self._usable = True
+        self._waiter = Waiter()
+        self._aborting = threading.Lock()
 
     @classmethod
     def join(
@@ -140,25 +144,36 @@ class TorchGroup:
 
     def abort(self) -> None:
         """See Communicator.abort."""
-        backend, self._backend, self._usable = self._backend, None, False
-        if backend is None or self.size == 1:
-            return
+        with self._aborting:  # who aborts a second time finds it done
+            backend, self._backend, self._usable = self._backend, None, False
+            if backend is not None and self.size > 1:
+                self._close_connections(backend)
+            self._waiter.give_up()
+
+    def _close_connections(self, backend: Any) -> None:
         if self.device.type == "cuda":
             backend.abort()
             return
-        # Gloo has no abort (torch 2.13). A wait that times out closes every connection of its group, which serves.
+        # Gloo has no abort (torch 2.13). A wait that times out closes every connection of its group, which serves; one
+        # on a connection that is lost fails without that. What stays open would go on writing into memory.
         nothing = torch.empty(1, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            backend.recv([nothing], (self.rank + 1) % self.size, 1).wait(_PROBE)
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    backend.recv([nothing], peer, 1).wait(_PROBE)
 
     def close(self) -> None:
         """See Communicator.close."""
         if self._backend is not None and self.device.type == "cuda":
             self._backend.shutdown()
         self._backend, self._usable = None, False
+        self._waiter.give_up()
 
     def _start(self, leg: _Leg) -> Any:
-        start = self._backend.send if leg.direction == "send" else self._backend.recv
+        backend = self._backend
+        if backend is None:  # aborted from another thread
+            raise self._lost([leg], "")
+        start = backend.send if leg.direction == "send" else backend.recv
         try:
             return start([leg.tensor], leg.peer, 0)
         except RuntimeError as error:
@@ -222,6 +237,10 @@ class _WaitedExchange:
     works: Sequence[Any]
 
     def wait(self, deadline: Deadline) -> None:
+        if self.legs and not self.group._waiter.run(lambda: self._wait(deadline)):
+            raise self.group._lost(self.legs, "")
+
+    def _wait(self, deadline: Deadline) -> None:
         failed: list[tuple[_Leg, RuntimeError]] = []
         for leg, work in zip(self.legs, self.works, strict=True):
             try:

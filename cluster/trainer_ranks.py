@@ -1,0 +1,120 @@
+"""The trainer ranks of a pair on Ray: started, told to update, and made to begin anew when one was started again."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from weightcast.cluster.ray_actors import CONNECTED, RankActor, answered, spawn, stop_actor
+from weightcast.cluster.spec import ClusterSpec
+from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.ray_actor import find_actor
+from weightcast.transfer.errors import ControlError, EngineError
+
+__all__ = ["kept_spec", "start_trainer", "trainer_name", "update"]
+
+
+def trainer_name(pair: str, rank: int) -> str:
+    """The name of a rank's actor."""
+    return f"{pair}/trainer/{rank}"
+
+
+def kept_spec(pair: str, seconds: float) -> ClusterSpec | None:
+    """The file by which the trainer of a pair was started, None if it was not."""
+    first = find_actor(trainer_name(pair, 0))
+    if first is None:
+        return None
+    spec: ClusterSpec = _answer(first, "kept", seconds)
+    return spec
+
+
+def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float) -> None:
+    """Starts all ranks and connects them; `token` is what they show to the gateway. `undo` gets what stops them."""
+    environment = {TOKEN_VARIABLE: token, **spec.trainer.environment}
+    options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
+    actors = []
+    for rank in range(spec.trainer.ranks):
+        name = trainer_name(spec.pair, rank)
+        actors.append(spawn(RankActor, name, environment, spec, detached=True, **options))
+        undo.callback(stop_actor, name)
+    _begin(actors, spec, seconds)
+
+
+def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:
+    """Has every rank describe itself and connect."""
+    placed = [actor.address.remote() for actor in actors]
+    addresses = [answered(where, f"trainer rank {rank}", seconds) for rank, where in enumerate(placed)]
+    rendezvous = f"{addresses[0]}:{answered(actors[0].free_port.remote(), 'trainer rank 0', seconds)}"
+    for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
+        begun = actor.begin.remote("weightcast.cluster.trainer_rank:serve", spec, rank, address, rendezvous)
+        answered(begun, f"trainer rank {rank}", seconds)
+    _hear_all(actors, CONNECTED, seconds)
+
+
+def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
+    """Tells every trainer rank of a pair that `up` started to send its weights as `version`; the gateway's record by
+    instance. If one of them was started again, all begin and connect anew before it.
+
+    Raises what the update raised, and ControlError if there are no such ranks.
+    """
+    import ray
+
+    spec = kept_spec(pair, seconds)
+    if spec is None:
+        raise ControlError(f"no trainer ranks of pair {pair!r} were started by 'weightcast up' in this cluster")
+    actors = [find_actor(trainer_name(pair, rank)) for rank in range(spec.trainer.ranks)]
+    if None in actors:
+        raise EngineError(f"pair {pair}: trainer rank {actors.index(None)} has ended for good; run down and up again")
+    if not all([_answer(actor, "runs", seconds) for actor in actors]):
+        ray.get([actor.tell.remote(None) for actor in actors])
+        if not all(ray.get([actor.finish.remote(seconds) for actor in actors])):
+            raise EngineError(f"pair {pair}: trainer ranks do not end within {seconds:g} s")
+        _begin(actors, spec, seconds)
+    ray.get([actor.tell.remote(version) for actor in actors])
+    found = _hear_all(actors, version, seconds)[0]
+    assert isinstance(found, dict)
+    return found
+
+
+def _answer(actor: Any, method: str, seconds: float) -> Any:
+    """What an actor says, which may be starting again. Raises EngineError for one that is gone for good."""
+    import ray
+
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ray.get(getattr(actor, method).remote(), timeout=max(0.1, deadline - time.monotonic()))
+        except ray.exceptions.RayError as error:
+            if not isinstance(error, ray.exceptions.ActorUnavailableError) or time.monotonic() > deadline:
+                raise EngineError(f"a trainer rank has ended: {' '.join(str(error).split())[:300]}") from None
+            time.sleep(0.2)
+
+
+def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
+    """What each rank says about something; what it said late about something else is passed over.
+
+    Raises what one of them says was wrong, and EngineError for one that has ended or says nothing.
+    """
+    import ray
+
+    said: dict[int, object] = {}
+    deadline = time.monotonic() + seconds
+    while len(said) < len(actors) and time.monotonic() < deadline:
+        asked = {rank: actor.hear.remote(1.0) for rank, actor in enumerate(actors) if rank not in said}
+        for rank, answer in asked.items():
+            try:
+                there, what = ray.get(answer)
+            except ray.exceptions.RayError as error:
+                raise EngineError(f"trainer rank {rank} ended: {' '.join(str(error).split())[:300]}") from None
+            if isinstance(what, Exception):
+                raise what
+            if there and isinstance(what, tuple) and what[0] == about:
+                said[rank] = what[1]
+    for what in said.values():
+        if isinstance(what, Exception):
+            raise what
+    missing = [rank for rank in range(len(actors)) if rank not in said]
+    if missing:
+        raise EngineError(f"trainer ranks {', '.join(map(str, missing))} said nothing for {seconds:g} s")
+    return [said[rank] for rank in range(len(actors))]
