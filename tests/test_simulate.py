@@ -215,10 +215,11 @@ def test_faults_of_the_command(topology, tmp_path, capsys):
     for options, message in (
         (["--layouts", bundle, "--picture", tmp_path / "p.html"], "give --simulate TOPOLOGY too"),
         (["--layouts", bundle, "--simulate", tmp_path / "none.toml"], "No such file"),
-        (["--layouts", bundle, "--simulate", wrong], "nic_gbps is -1, expected a number above 0"),
+        (["--layouts", bundle, "--simulate", wrong], "nic_gbps is -1, expected a number from 1e-06 to 1e+09"),
         (["--layouts", bundle, "--simulate", topology, "--picture", tmp_path / "no" / "p.html"], "cannot write"),
         (["--shape", "kimi-k2", "--instances", "8"], "are not of the form 8x16"),
-        (["--shape", "kimi-k2", "--redundant", "-1"], "--redundant -1: expected a number from 0 on"),
+        (["--shape", "kimi-k2", "--redundant", "-1"], "--redundant -1: expected a number from 0 to"),
+        (["--shape", "kimi-k2", "--redundant", "999999999996"], "--redundant 999999999996: expected a number from 0 to"),
         (["--shape", "qwen3-30b-a3b", "--dtype", "float3"], "dtype 'float3' is not known"),
     ):
         status, out, err = run(capsys, *options)
