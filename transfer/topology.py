@@ -107,7 +107,8 @@ def read_topology(data: bytes) -> Topology:
     LayoutError."""
     try:
         text = data.decode()
-        document: Any = json.loads(text, object_pairs_hook=unique_keys) if text.lstrip()[:1] == "{" else tomllib.loads(text)
+        json_text = text.lstrip()[:1] == "{"
+        document: Any = json.loads(text, object_pairs_hook=unique_keys) if json_text else tomllib.loads(text)
     except LayoutError as error:
         raise LayoutError(f"topology: {error}") from None
     except (ValueError, RecursionError) as error:
