@@ -96,7 +96,9 @@ class Topology:
 
 
 def _refuse(name: str, value: object, expected: str) -> NoReturn:
-    raise LayoutError(f"topology: {name} is {value!r:.80}, expected {expected}")
+    # Python refuses to write out integers of thousands of digits, which TOML can have in hexadecimal.
+    shown = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
+    raise LayoutError(f"topology: {name} is {shown}, expected {expected}")
 
 
 _TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
