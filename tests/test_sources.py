@@ -130,13 +130,12 @@ def test_boxes_of_published_size_are_cut_fine_too():
 
 
 def test_cuts_lie_between_slices_where_these_are_fine_enough():
-    """Ten matrices of 7168 rows among 32 ranks: no part begins or ends inside a row."""
-    sizes = [(7168, 2048)] * 10
-    pools = Pools(np.array([0, 32]), np.arange(32))
-    boxes = np.zeros((10, 2), dtype=np.int64), np.array(sizes)
-    dealt = deal_boxes(pools, np.zeros(10, dtype=np.int64), boxes, np.full(10, 2), 32)
+    """Ten matrices of 7168 rows among 31 ranks, 2312.3 rows for each: no part begins or ends inside a row."""
+    pools = Pools(np.array([0, 31]), np.arange(31))
+    boxes = np.zeros((10, 2), dtype=np.int64), np.array([(7168, 2048)] * 10)
+    dealt = deal_boxes(pools, np.zeros(10, dtype=np.int64), boxes, np.full(10, 2), 31)
     assert (dealt.size[:, 1] == 2048).all()
-    assert len(dealt.size) <= 10 + 31
+    assert len(dealt.size) <= 10 + 30
 
 
 @settings(max_examples=100, deadline=None)
