@@ -1,7 +1,7 @@
 # make demo    the main job on this machine
 # make demo-megatron   the same with a Megatron-Core trainer
 # make test    all tests (PYTEST_ARGS="-m 'not slow'" for the quick ones)
-# make cluster tests of several hosts (network namespaces, as root) and of SGLang's schedulers as Ray actors
+# make cluster tests of several hosts (network namespaces, as root), of Ray nodes that come and go, and of SGLang on Ray
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
 # make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from weightcast.cluster.placement import give_back
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
 from weightcast.cluster.trainer_ranks import kept_spec, start_trainer
@@ -219,6 +220,7 @@ def down(spec: ClusterSpec, say: Say) -> None:
     for name in _actors(spec.pair):
         stop_actor(name)
         say(f"{name} is stopped")
+    give_back(spec.pair)
     if spec.gateway.url is None and find_actor(spec.gateway.name) is not None:
         with GatewayClient(spec.gateway_url) as client:
             left = [pair["pair"] for pair in client.status()]

@@ -19,6 +19,7 @@ backend = "nccl"                     # of the communicators ("gloo")
 options = { num_gpus = 1 }           # Ray's options for the actor of each rank
 environment = { }
 restarts = 3                         # how often Ray starts a rank's actor again
+strategy = "PACK"                    # optional: all ranks into a placement group of Ray, by this strategy
 
 [[instance]]
 name = "rollout-0"
@@ -55,6 +56,9 @@ __all__ = ["ClusterSpec", "GatewaySpec", "InstanceSpec", "TrainerSpec", "read_sp
 
 T = TypeVar("T")
 
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+"""Ray's, for a placement group."""
+
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:
@@ -77,6 +81,7 @@ class TrainerSpec:
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     restarts: int = 3
+    strategy: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +177,8 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
     trainer = _table(TrainerSpec, "[trainer]", document["trainer"])
     if bool(trainer.entry) == bool(trainer.checkpoint):
         raise InputError("[trainer] wants an entry or a checkpoint, one of them")
+    if trainer.strategy not in (None, *STRATEGIES):
+        raise InputError(f"[trainer] strategy is {trainer.strategy!r}, expected one of {', '.join(STRATEGIES)}")
     if trainer.ranks < 1 or any(one.world_size < 1 for one in instances):
         raise InputError("ranks and world_size must be 1 or more")
     gateway = _table(GatewaySpec, "[gateway]", document.get("gateway", {}))

@@ -6,6 +6,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+from weightcast.cluster.placement import give_back, reserve
 from weightcast.cluster.ray_actors import CONNECTED, RankActor, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
 from weightcast.gateway.client import TOKEN_VARIABLE
@@ -33,10 +34,11 @@ def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float
     """Starts all ranks and connects them; `token` is what they show to the gateway. `undo` gets what stops them."""
     environment = {TOKEN_VARIABLE: token, **spec.trainer.environment}
     options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
+    undo.callback(give_back, spec.pair)
     actors = []
-    for rank in range(spec.trainer.ranks):
+    for rank, place in enumerate(reserve(spec, seconds)):
         name = trainer_name(spec.pair, rank)
-        actors.append(spawn(RankActor, name, environment, spec, detached=True, **options))
+        actors.append(spawn(RankActor, name, environment, spec, detached=True, **{**options, **place}))
         undo.callback(stop_actor, name)
     _begin(actors, spec, seconds)
 

@@ -36,6 +36,7 @@ state = "{folder}/gateway.db"
 [trainer]
 ranks = 2
 entry = "cluster_parts:make_source"
+strategy = "STRICT_SPREAD"
 
 [[instance]]
 name = "rollout-0"
@@ -69,6 +70,7 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
     bystander = ray.remote(Bystander).options(name="bystander", namespace="weightcast", num_cpus=0).remote()
     assert json.loads(weightcast("up", str(file), "--json"))["gateway"] == "ray://weightcast"
     assert actors() == {"weightcast", "main/rollout-0", "main/trainer/0", "main/trainer/1", "bystander"}
+    assert groups() == {"main/trainer"}
     assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
     assert seen(tmp_path, 1) == "right"
     token = (tmp_path / "rollout-0.token").read_text()
@@ -93,7 +95,13 @@ def test_up_update_and_down(cluster: str, tmp_path: Path):
 
     weightcast("down", str(file))
     assert actors() == {"bystander"}
+    assert groups() == set()
     ray.kill(bystander)
+
+
+def groups() -> set[str]:
+    """The placement groups that are there."""
+    return {one["name"] for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"}
 
 
 class Bystander:
@@ -130,6 +138,11 @@ def test_what_up_cannot_finish_is_taken_back(cluster: str, tmp_path: Path):
     said = weightcast("up", str(file), "--deadline", "60", status=2)
     assert "'cluster_parts:no_such_function' cannot be imported as module:function" in said
     assert actors() == set()
+    assert groups() == set()
+    wide = SPEC.replace("ranks = 2", "ranks = 3")
+    file.write_text(wide.format(address=cluster, folder=tmp_path, parts=PARTS))
+    assert "no room for 3 trainer ranks" in weightcast("up", str(file), "--deadline", "10", status=4)
+    assert (actors(), groups()) == (set(), set())
     dead = SPEC.replace('"{parts}"', '"-c", "import sys; sys.exit(7)"').replace('health = ""', 'health = "/health"')
     file.write_text(dead.format(address=cluster, folder=tmp_path))
     assert "the process ended with 7" in weightcast("up", str(file), "--deadline", "60", status=4)
@@ -190,6 +203,7 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
         (("[topology]", "[[topology]]"), "[topology] is no table"),
         (("[[instance]]", "[instance]"), "'instance' is no list of tables"),
         (("ranks = 2", "ranks = "), "Invalid value"),
+        (("STRICT_SPREAD", "spread"), "[trainer] strategy is 'spread', expected one of PACK, SPREAD, STRICT_PACK"),
         (
             ("world_size = 1", "world_size = 1\ncount = 2"),
             "count is 2, expected 0 or more, without a url, and",

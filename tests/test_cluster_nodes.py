@@ -46,7 +46,7 @@ A, B = "rollout-0", "rollout-1"
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A cluster of a head and a node for one engine."""
-    with ray_cluster({}) as made:
+    with ray_cluster({}, resources={"head": 1}) as made:
         made.first = made.add_node(num_cpus=1, resources={"engine": 1})
         yield made
 
@@ -134,14 +134,14 @@ def test_sources_on_the_receivers_node_are_preferred(cluster: Any):
     with GatewayClient("ray://weightcast", TOKEN) as client:
         client.create_pair("main", 2, specs)
     environment = {TOKEN_VARIABLE: worker_token(TOKEN)}
-    places = ({}, {"resources": {"engine": 0.1}})
-    engines = {name: spawn(RankActor, name, environment, **at) for name, at in zip((A, B), places, strict=True)}
+    places = ({"resources": {"head": 0.1}}, {"resources": {"engine": 0.1}})
+    engines = {name: spawn(RankActor, name, environment, **at) for name, at in zip((B, A), places, strict=True)}
     for name, engine in engines.items():
         ray.get(engine.begin.remote("cluster_parts:whole_engine", "ray://weightcast", name))
     ranks = [spawn(RankActor, f"trainer-{rank}", environment, **at) for rank, at in enumerate(places)]
     for rank, actor in enumerate(ranks):
         ray.get(actor.begin.remote("cluster_parts:whole_trainer", "ray://weightcast", rank))
     sent = [ray.get(actor.hear.remote(120.0))[1] for actor in ranks]
-    assert sent == [{A: 4096, B: 0}, {A: 0, B: 4096}]
+    assert sent == [{A: 0, B: 4096}, {A: 4096, B: 0}]  # without hosts it would be the other way round
     assert stop_gateway()
     del gateway

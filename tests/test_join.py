@@ -8,6 +8,7 @@ from plan_support import random_pair, tables_of
 
 from weightcast.gateway.join import SideName, join_reports
 from weightcast.gateway.merge import merge_instance, merge_trainer
+from weightcast.transfer import sides
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.layout import RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.plan import TransferPlan
@@ -81,3 +82,37 @@ def test_ranks_joined_with_others_are_planned_without_them() -> None:
     assert plan.tensors.names == ("a",)
     with pytest.raises(WeightcastError, match="b: on no trainer rank"):
         plan_transfer(tables_of(specs, [[a]]), {"rollout": engine[1:]})
+
+
+def test_a_table_may_be_its_own_catalog() -> None:
+    specs = {name: TensorSpec((4, 4), "bfloat16") for name in ("a", "b")}
+    boxes = [Region(name, (0, 0), (4, 4)) for name in specs]
+    (table,) = tables_of(specs, [boxes])
+    merge_instance("rollout", reports([table]), table.tensors)
+    assert len(plan_transfer(tables_of(specs, [boxes]), {"rollout": [table]}).operations) == 2
+
+
+def test_a_table_that_is_joined_again_meanwhile_does_not_lend_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another thread may do. What the pair remembers of a table must not be taken for another at the same place."""
+    specs = {name: TensorSpec((4, 4), "bfloat16") for name in ("a", "b", "c", "d")}
+    a, b, c, d = (Region(name, (0, 0), (4, 4)) for name in specs)
+    # Ranks without a common tensor, so that the joined tables number them differently.
+    engine = tables_of(specs, [[a, b], [c, d]])
+    find = sides._Names.rows
+
+    def joined_again(names: sides._Names, table: RegionTable) -> np.ndarray:
+        rows = find(names, table)
+        for other in (engine, engine[::-1]):
+            for one in other:
+                join_reports(SideName("rollout"), reports([one]))
+        return rows
+
+    for one in engine:
+        join_reports(SideName("rollout"), reports([one]))
+    trainer = tables_of(specs, [[a, b, c, d]])
+    monkeypatch.setattr(sides._Names, "rows", joined_again)
+    for _ in range(20):
+        o = plan_transfer(trainer, {"rollout": engine}).operations
+        assert sorted(zip(o.tensor.tolist(), o.dst_rank.tolist(), o.dst_region.tolist(), strict=True)) == [
+            (0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1),
+        ]  # fmt: skip

@@ -21,6 +21,8 @@ UNKNOWN = -1
 """Value of a dtype column where a side does not declare the tensor."""
 
 _SIZE_LIMIT = float(1 << 60)
+_PLACES = 2
+"""From a rank's table to its instance's, and from there to the trainer's. A table may also be its own catalog."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class _Names:
     def __init__(self, trainer: Sequence[RegionTable], instances: Iterable[Sequence[RegionTable]]) -> None:
         self._number(trainer)
         self._rows: dict[str, IntArray] = {}
-        self._wholes: dict[int, IntArray] = {}
+        # With the table, so that no other one comes to have its id.
+        self._wholes: dict[int, tuple[TensorTable, IntArray]] = {}
         for tables in instances:
             try:
                 for table in tables:
@@ -134,16 +137,17 @@ class _Names:
             self._rows[table.fingerprint] = rows
         return rows
 
-    def _find(self, tensors: TensorTable) -> IntArray:
+    def _find(self, tensors: TensorTable, hops: int = _PLACES) -> IntArray:
         """(T,) the pair's tensor, -1 for none, by way of the table that a table has its place in: looking up the names
         of hundreds of ranks one by one is most of the work otherwise, and all of it misses the processor's caches.
         """
-        if tensors.place is None:
+        place = tensors.place
+        if place is None or not hops:
             return np.fromiter(map(self.index.get, tensors.names, repeat(-1)), dtype=np.int64, count=len(tensors))
-        whole, place = tensors.place
+        whole, rows = place
         if id(whole) not in self._wholes:
-            self._wholes[id(whole)] = self._find(whole)
-        return np.take(self._wholes[id(whole)], place)
+            self._wholes[id(whole)] = whole, self._find(whole, hops - 1)
+        return np.take(self._wholes[id(whole)][1], rows)
 
 
 def join_sides(trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]]) -> Pair:
