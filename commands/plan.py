@@ -32,6 +32,9 @@ __all__ = ["add"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+_MOST_REDUNDANT = 1 << 14
+"""Slots beyond the experts of a layer: far more than an instance has, and few enough to make layouts of."""
+
 
 def add(commands: Commands) -> None:
     """`weightcast plan`."""
@@ -113,8 +116,8 @@ def _write(path: Path, text: str) -> None:
 def _of_shape(arguments: argparse.Namespace) -> Bundle:
     model = MODELS[arguments.shape]
     count, world = read_instances(arguments.instances)
-    if arguments.redundant < 0:
-        raise InputError(f"--redundant {arguments.redundant}: expected a number from 0 on")
+    if not 0 <= arguments.redundant <= _MOST_REDUNDANT:
+        raise InputError(f"--redundant {arguments.redundant}: expected a number from 0 to {_MOST_REDUNDANT:,}")
     made = [
         tuple(
             instance_tables(

@@ -65,7 +65,7 @@ def test_an_engine_gets_a_checkpoint(gateway: str, checkpoint: Path, capsys: pyt
     assert f"cannot read {topology}: No such file" in capsys.readouterr().err
     topology.write_text("nic_gbps = 0")
     assert main([*arguments, "--topology", str(topology)]) == 2
-    assert capsys.readouterr().err.endswith("topology: nic_gbps is 0, expected a number above 0\n")
+    assert capsys.readouterr().err.endswith("topology: nic_gbps is 0, expected a number from 1e-06 to 1e+09\n")
     topology.write_text("nic_gbps = 400")
     arguments += ["--topology", str(topology)]
     assert main([*arguments, "--pair", "first", "--json"]) == 0

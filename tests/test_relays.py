@@ -6,17 +6,17 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_support import judge, random_pair, tables_of
 
-from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError, PlanError
 from weightcast.transfer.invariants import check_plan
 from weightcast.transfer.layout import Region, TensorSpec
 from weightcast.transfer.plan import TRAINER, Kind, TransferPlan
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.relays import DIRECT, RelayGroups, depths
+from weightcast.transfer.simulate import simulate
 from weightcast.transfer.topology import Hosts, Link, Topology, link_bytes, link_seconds, read_topology
 
 SPECS = {f"w{i}": TensorSpec((64, 64), "bfloat16") for i in range(8)}
@@ -162,29 +162,24 @@ def random_hosts(rng: random.Random, worlds: list[int]) -> Hosts:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
-def test_random_layouts_end_up_right_and_never_slower_than_direct(seed):
+@example(2173)  # Sources dealt to instances one after the other are slower than dealt together, by blocks.
+@example(1755)  # Copies leave a rank's memory no time for passing on what it receives.
+@example(197)  # Ranks on the trainer's hosts pass on what they received over NVLink.
+def test_random_layouts_end_up_right_between_the_bound_and_direct_sends(seed):
     rng = random.Random(seed)
     pair = random_pair(seed)
     trainer, instances = pair.tables()
     hosts = random_hosts(rng, [len(trainer), *map(len, instances.values())])
     topology = Topology(
         nic_gbps=rng.choice([1, 10]), nvlink_gbps=rng.choice([1, 30]), nic_per_host=rng.random() < 0.3,
-        latency_us=rng.choice([0, 0.01]), between_instances=rng.random() < 0.7,
+        latency_us=rng.choice([0, 0.01]), between_instances=rng.random() < 0.7, memory_gbps=rng.choice([4, 1000]),
     )  # fmt: skip
     plan = plan_transfer(trainer, instances, hosts=hosts, topology=topology)
     direct = plan_transfer(trainer, instances, hosts=hosts)
     assert judge(pair, plan)["elements"] == judge(pair, direct)["elements"]
-
-    def cost(made: TransferPlan) -> float:
-        o = made.operations
-        nbytes = o.size.prod(axis=1) * ITEMSIZE[made.instance_dtype[o.instance, o.tensor]]
-        moved = o.kind != Kind.COPY
-        source, target = hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank)
-        return float(
-            link_seconds(topology, hosts, link_bytes(hosts, source[moved], target[moved], nbytes[moved])).max()
-        )
-
-    assert cost(plan) <= cost(direct) * (1 + 1e-9)
+    relayed, sent = (simulate(made, trainer, instances, hosts, topology) for made in (plan, direct))
+    assert relayed.total <= sent.total * (1 + 1e-9)
+    assert relayed.bounds[0].seconds <= relayed.total * (1 + 1e-9)
 
 
 def chain() -> tuple[TransferPlan, tuple]:
@@ -224,13 +219,26 @@ def test_topologies_are_read():
     ("text", "message"),
     [
         ("nvlink_gbps = 3", "'nic_gbps' is missing"),
-        ("nic_gbps = 0", "nic_gbps is 0, expected a number above 0"),
-        ("nic_gbps = nan", "nic_gbps is nan, expected a number above 0"),
+        ("nic_gbps = 0", "nic_gbps is 0, expected a number from 1e-06 to 1e.09$"),
+        ("nic_gbps = nan", "nic_gbps is nan, expected a number from"),
+        ("nic_gbps = inf", "nic_gbps is inf, expected a number from"),
         ("nic_gbps = 'fast'", "nic_gbps is 'fast', expected int or float"),
         ("nic_gbps = true", "nic_gbps is True, expected int or float"),
         ("nic_gbps = 1\nranks_per_host = 1.5", "ranks_per_host is 1.5, expected int"),
-        ("nic_gbps = 1\nranks_per_host = 0", "ranks_per_host is 0, expected an integer from 1 on"),
-        ("nic_gbps = 1\nlatency_us = -1", "latency_us is -1, expected a number from 0 on"),
+        ("nic_gbps = 1\nranks_per_host = 0", "ranks_per_host is 0, expected an integer from 1 to"),
+        ("nic_gbps = 1\nlatency_us = -1", "latency_us is -1, expected a number from 0 to"),
+        ("nic_gbps = 5e-324", "nic_gbps is 5e-324, expected a number from 1e-06 to 1e.09"),
+        ("nic_gbps = 1\nnvlink_gbps = 1e300", "nvlink_gbps is 1e.300, expected a number from 1e-06 to 1e.09, or inf"),
+        ('{"nic_gbps": 1%s}' % ("0" * 400), "nic_gbps is of 1329 bits, expected a number from"),
+        ("nic_gbps = 0x%s" % ("f" * 5000), "nic_gbps is of 20000 bits, expected a number from"),
+        (
+            '{"nic_gbps": 1, "latency_us": 1%s}' % ("0" * 400),
+            "latency_us is of 1329 bits, expected a number from 0 to 1e.09",
+        ),
+        ("nic_gbps = 1\nlatency_us = 1e308", "latency_us is 1e.308, expected a number from 0 to 1e.09"),
+        ("nic_gbps = 1\nranks_per_host = 9999999999999999999999", "ranks_per_host is 9{22}, expected an integer"),
+        ('{"nic_gbps": 4, "nic_gbps": 5}', "key 'nic_gbps' occurs twice in one object"),
+        ("nic_gbps = {%s = 1, %s = 2}" % (("x" * 5000,) * 2), r"neither JSON nor TOML: .{0,160}$"),
         ("nic_gbs = 1", "key 'nic_gbs' is not known; known are nic_gbps"),
         ("nic_gbps", "neither JSON nor TOML"),
         ("{nic", "neither JSON nor TOML"),

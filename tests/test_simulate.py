@@ -91,10 +91,25 @@ def test_the_bounds():
     assert bounds == {
         "what one host needs once, over its NICs": pytest.approx(0.02),
         "what one rank needs, over all its links": pytest.approx(0.02),
-        "one copy of all, over the trainer's NICs": pytest.approx(0.01),
+        "one copy of all, over the NICs of the trainer's hosts": pytest.approx(0.01),
         "what one rank writes to its memory": pytest.approx(8 / 26800),
     }
     assert made.bounds[0].seconds == max(bounds.values())
+
+
+@pytest.mark.parametrize("per_host", [False, True])
+def test_a_rank_on_the_trainers_host_sends_for_it(per_host):
+    """What rank 0 got over NVLink it passes on by its own NIC while the trainer sends the rest, if it has one."""
+    specs = {name: TensorSpec((GB,), "uint8") for name in "ab"}
+    a, b = (Region(name, (0,), (GB,)) for name in "ab")
+    sides = tables_of(specs, [[a, b]]), {"i": tables_of(specs, [[a], [a], [b]])}
+    hosts = Hosts.by_name(["h"], [["h", "k", "m"]])
+    topology = Topology(nic_gbps=400, nvlink_gbps=40000, nic_per_host=per_host)
+    made = simulate(plan_transfer(*sides, hosts=hosts, topology=topology), *sides, hosts, topology)
+    least = 0.04 if per_host else 0.02
+    assert made.total == pytest.approx(least)
+    bounds = {bound.reason: bound.seconds for bound in made.bounds}
+    assert bounds["one copy of all, over the NICs of the trainer's hosts"] == pytest.approx(least)
 
 
 def test_what_the_host_holds_is_in_no_bound_of_nics():
@@ -215,10 +230,11 @@ def test_faults_of_the_command(topology, tmp_path, capsys):
     for options, message in (
         (["--layouts", bundle, "--picture", tmp_path / "p.html"], "give --simulate TOPOLOGY too"),
         (["--layouts", bundle, "--simulate", tmp_path / "none.toml"], "No such file"),
-        (["--layouts", bundle, "--simulate", wrong], "nic_gbps is -1, expected a number above 0"),
+        (["--layouts", bundle, "--simulate", wrong], "nic_gbps is -1, expected a number from 1e-06 to 1e+09"),
         (["--layouts", bundle, "--simulate", topology, "--picture", tmp_path / "no" / "p.html"], "cannot write"),
         (["--shape", "kimi-k2", "--instances", "8"], "are not of the form 8x16"),
-        (["--shape", "kimi-k2", "--redundant", "-1"], "--redundant -1: expected a number from 0 on"),
+        (["--shape", "kimi-k2", "--redundant", "-1"], "--redundant -1: expected a number from 0 to"),
+        (["--shape", "kimi-k2", "--redundant", "999999999996"], "--redundant 999999999996: expected a number"),
         (["--shape", "qwen3-30b-a3b", "--dtype", "float3"], "dtype 'float3' is not known"),
     ):
         status, out, err = run(capsys, *options)

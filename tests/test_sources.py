@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightcast.transfer.pieces import between_slices, boxes_of_runs
 from weightcast.transfer.reach import same_host_first
 from weightcast.transfer.sources import Pools, deal, deal_boxes, pool_sets
 
@@ -85,7 +86,8 @@ def sent_by_rank(pools: list[list[int]], items: list[tuple[int, tuple[int, ...]]
             whole[tuple(slice(a, a + n) for a, n in zip(low, dealt.size[row], strict=True))] += 1
             loads[pools[p][dealt.choice[row]]] += dealt.size[row].prod()
         assert (whole == 1).all()
-        assert len(parts) <= len(pools[p])
+        # A part is at most two boxes in each dimension but the first, whose slices are whole but for its ends.
+        assert len(parts) <= len(pools[p]) * (2 * (np.array(extent) > 1).sum() - 1)
     return loads
 
 
@@ -100,6 +102,66 @@ def sent_by_rank(pools: list[list[int]], items: list[tuple[int, tuple[int, ...]]
 )
 def test_boxes_are_cut_between_holders(pools, items, expected):
     assert sent_by_rank(pools, items, len(expected)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "holders"),
+    [((64, 1000), 100), ((256, 40, 40), 200), ((384, 70), 256), ((20, 20, 20), 12), ((63, 63), 40), ((3, 1000), 2)],
+)
+def test_a_box_is_cut_as_fine_as_balance_needs(size, holders):
+    """Whatever dimension comes first: slices of one that are much of a share are themselves cut."""
+    got = sent_by_rank([list(range(holders))], [(0, size)], holders)
+    assert got.max() <= 1.05 * got.mean()
+
+
+def test_boxes_of_published_size_are_cut_fine_too():
+    for size, holders in (((256, 4096, 4096), 200), ((64, 1_000_000), 100), ((384, 7168), 256), ((1, 5_000_000), 3)):
+        pools = Pools(np.array([0, holders]), np.arange(holders))
+        boxes = np.zeros((1, len(size)), dtype=np.int64), np.array([size])
+        dealt = deal_boxes(pools, np.zeros(1, dtype=np.int64), boxes, np.full(1, 2), holders)
+        sent = np.bincount(dealt.choice, weights=dealt.size.prod(axis=1), minlength=holders)
+        assert sent.sum() == np.prod(size)
+        assert sent.max() <= 1.05 * sent.mean()
+        # Each part is at most three boxes, each of them one run of memory.
+        for part in dealt.size.tolist():
+            cut = next(dim for dim, extent in enumerate(part) if extent > 1)
+            assert part[cut + 1 :] == list(size[cut + 1 :])
+        assert np.bincount(dealt.choice).max() <= 3
+
+
+def test_cuts_lie_between_slices_where_these_are_fine_enough():
+    """Ten matrices of 7168 rows among 31 ranks, 2312.3 rows for each: no part begins or ends inside a row."""
+    pools = Pools(np.array([0, 31]), np.arange(31))
+    boxes = np.zeros((10, 2), dtype=np.int64), np.array([(7168, 2048)] * 10)
+    dealt = deal_boxes(pools, np.zeros(10, dtype=np.int64), boxes, np.full(10, 2), 31)
+    assert (dealt.size[:, 1] == 2048).all()
+    assert len(dealt.size) <= 10 + 30
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+def test_runs_are_tiled_by_boxes_in_their_order(seed):
+    rng = random.Random(seed)
+    size = np.array([[rng.randint(1, 6) for _ in range(3)] for _ in range(4)])
+    volume = size.prod(axis=1)
+    slack = np.array([rng.random() * 20 for _ in volume])
+    places = sorted(rng.random() for _ in range(5))
+    exact = [np.array(places) * volume[i] for i in range(4)]
+    cuts = [between_slices(exact[i], size[[i] * 5], slack[[i] * 5]) for i in range(4)]
+    for i in range(4):
+        assert (np.diff(cuts[i]) >= 0).all()
+        assert (np.abs(cuts[i] - exact[i]) <= np.maximum(slack[i], 0.5)).all()
+    ends = [np.clip([0, *cut, n], 0, n) for cut, n in zip(cuts, volume, strict=True)]
+    runs = [(i, a, b) for i, end in enumerate(ends) for a, b in itertools.pairwise(end.tolist()) if b > a]
+    of, begin, end = np.array(runs).T
+    run, offset, extent = boxes_of_runs(size[of], begin, end)
+    assert (np.diff(run) >= 0).all()
+    for i, (a, b) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
+        number = np.arange(volume[of[i]]).reshape(size[of[i]])
+        boxes = zip(offset[run == i].tolist(), extent[run == i].tolist(), strict=True)
+        got = [number[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].ravel() for box in boxes]
+        assert np.concatenate(got).tolist() == list(range(a, b))
+        assert len(got) <= 5
 
 
 @settings(max_examples=150, deadline=None)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import msgpack
 import numpy as np
 
+from weightcast.transfer.documents import unique_keys
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_code
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import NO_SLOT, RegionTable, TensorSpec, TensorTable
@@ -73,8 +74,8 @@ def _fail(message: str) -> NoReturn:
 def _decode(data: bytes) -> Any:
     try:
         if data.lstrip()[:1] == b"{":
-            return json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
-        return msgpack.unpackb(data, object_pairs_hook=_unique)
+            return json.loads(data, object_pairs_hook=unique_keys, parse_constant=_no_constant)
+        return msgpack.unpackb(data, object_pairs_hook=unique_keys)
     except LayoutError:
         raise
     except RecursionError:
@@ -82,15 +83,6 @@ def _decode(data: bytes) -> Any:
     # msgpack raises its own exceptions, ValueError, and for odd keys TypeError.
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         _fail(f"the bundle is neither JSON nor msgpack: {' '.join(str(error).split()) or type(error).__name__}")
-
-
-def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[Any] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        _fail(f"key {reprlib.repr(twice)} occurs twice in one object")
-    return made
 
 
 def _no_constant(name: str) -> NoReturn:

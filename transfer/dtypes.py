@@ -39,7 +39,7 @@ def dtype_code(name: str) -> int:
     try:
         return _CODES[name]
     except KeyError:
-        raise LayoutError(f"dtype {name!r} is not known; known are {', '.join(NAMES)}") from None
+        raise LayoutError(f"dtype {name!r:.80} is not known; known are {', '.join(NAMES)}") from None
 
 
 def dtype_name(code: int) -> str:

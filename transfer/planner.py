@@ -23,10 +23,10 @@ from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.invariants import check_joined
 from weightcast.transfer.layout import IntArray, RegionTable
-from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_made, join_rows
+from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan, join_made, join_rows
 from weightcast.transfer.reach import Reach
 from weightcast.transfer.regions import Cells
-from weightcast.transfer.routing import Needs, route
+from weightcast.transfer.routing import Machine, Needs, route
 from weightcast.transfer.rows import direct_rows, routed_rows
 from weightcast.transfer.sides import Pair, Side, join_sides
 from weightcast.transfer.sources import Sources, find_sources
@@ -133,9 +133,9 @@ def make_plan(
     asks = [Asks(index, side, *bound[side.fingerprints]) for index, side in enumerate(pair.instances)]
     expected = _expected(pair, sources, reach, asks)
     others = others_load(reach.pools, expected)
-    dealt = _deal(pair, sources, reach, asks, others) if topology is None else None
-    if dealt is None:
-        dealt, operations = _route(pair, sources, reach, asks, hosts, topology)
+    dealt = _deal(pair, sources, reach, asks, others)
+    if dealt is None or (topology is not None and hosts is not None):
+        dealt, operations = _route(pair, sources, reach, asks, dealt, _machine(asks, hosts, topology))
     else:
         entries = zip(asks, dealt.entry, strict=True)
         rows = (direct_rows(a.number, a.side, a.receives, sources, e) for a, e in entries)
@@ -261,11 +261,13 @@ def balanced(pools: Pools, asked: FloatArray, sent: FloatArray) -> bool:
 
 
 def _route(
-    pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], hosts: Hosts | None, topology: Topology | None
+    pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], dealt: Dealt | None, machine: Machine | None
 ) -> tuple[Dealt, Operations]:
-    """All instances together: boxes cut between holders, and passed on from rank to rank."""
+    """All instances together: boxes cut between holders, and passed on from rank to rank where that is faster than what
+    was dealt."""
     needs = _needs(sources, reach, asks)
-    routes = route(sources, reach, needs, pair.trainer.world, hosts, topology)
+    direct = None if dealt is None else np.concatenate(dealt.entry)
+    routes = route(sources, reach, needs, pair.trainer.world, machine, direct)
     first = np.append(0, np.cumsum([one.weight.shape[0] for one in asks]))
     bounds = np.searchsorted(routes.need, first).tolist()
     operations = [
@@ -279,6 +281,18 @@ def _route(
     block, pool = _blocks(pair, sources, asks)[need], reach.pool(needs.cell, needs.column)[need]
     loads = loads_of(reach.pools, pool, routes.src_rank[sent], weight, block, shape)
     return Dealt([], *loads), join_rows(Operations, operations)
+
+
+def _machine(asks: list[Asks], hosts: Hosts | None, topology: Topology | None) -> Machine | None:
+    """What relays are weighed by, where they can be."""
+    if hosts is None or topology is None:
+        return None
+    copied = np.zeros(len(hosts), dtype=np.int64)
+    for one in asks:
+        rows = np.flatnonzero(one.receives.kind == Kind.COPY)
+        nbytes = volumes(np.take(one.receives.size, rows, axis=0)) * ITEMSIZE[one.side.dtype[one.receives.tensor[rows]]]
+        np.add.at(copied, hosts.number(one.number, one.side.rank[one.receives.row[rows]]), nbytes)
+    return Machine(topology, hosts, copied)
 
 
 def _needs(sources: Sources, reach: Reach, asks: list[Asks]) -> Needs:

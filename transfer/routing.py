@@ -16,9 +16,9 @@ from weightcast.transfer.plan import TRAINER, Kind
 from weightcast.transfer.reach import Reach
 from weightcast.transfer.relays import DIRECT, SHAPES, RelayGroups, depths
 from weightcast.transfer.sources import Sources, deal_boxes
-from weightcast.transfer.topology import Hosts, Topology, link_bytes, link_seconds
+from weightcast.transfer.topology import Hosts, Link, Topology, link_bytes, link_seconds
 
-__all__ = ["Needs", "Routes", "route"]
+__all__ = ["Machine", "Needs", "Routes", "route"]
 
 _WORTH = 0.999
 """Relays are used if they take at most so much of the time that they would replace; fewer relays are better."""
@@ -63,19 +63,31 @@ class Routes:
         return Routes(*(getattr(self, name)[begin:end] for name in self.__slots__))
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What relays are weighed by: links and hosts, and `copied` (ranks of the pair,) the bytes that each rank copies in
+    its memory whoever sends to it."""
+
+    topology: Topology
+    hosts: Hosts
+    copied: IntArray
+
+
 def route(
     sources: Sources,
     reach: Reach,
     needs: Needs,
     world: int,
-    hosts: Hosts | None = None,
-    topology: Topology | None = None,
+    machine: Machine | None = None,
+    direct: IntArray | None = None,
 ) -> Routes:
-    """Chooses among the holders in reach. `world` counts trainer ranks. Relays need a topology and hosts."""
+    """Chooses among the holders in reach. `world` counts trainer ranks. Relays need a machine; they have to be faster
+    than `direct`, the plan without relays: for each need the entry of `Sources.rank` that sends it whole, or None where
+    it is the one made here."""
     router = _Router(sources, reach, needs, world)
-    if topology is None or hosts is None:
+    if machine is None:
         return router.routes(np.full(needs.cell.shape[0], DIRECT, dtype=np.int64))
-    return router.best(topology, hosts)
+    return router.best(machine, direct)
 
 
 class _Router:
@@ -83,15 +95,18 @@ class _Router:
         self._sources, self._reach, self._needs, self._world = sources, reach, needs, world
         self._pools, self._pool = reach.pools, reach.pool(needs.cell, needs.column)
 
-    def best(self, topology: Topology, hosts: Hosts) -> Routes:
+    def best(self, machine: Machine, direct: IntArray | None) -> Routes:
         """The routes that take the least time; of those about as fast the ones tried first."""
-        n = self._needs
+        n, hosts, latency = self._needs, machine.hosts, machine.topology.latency_us * 1e-6
         number = hosts.number(n.instance, n.rank)
         volume = n.size.prod(axis=1) * n.itemsize
         near = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[number]
-        scope = np.zeros_like(n.instance) if topology.between_instances else n.instance
+        scope = np.zeros_like(n.instance) if machine.topology.between_instances else n.instance
         groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, near)
         best: tuple[float, Routes] | None = None
+        if direct is not None:
+            routes = self._whole(direct)
+            best = self._seconds(routes, machine) + latency, routes
         tried: list[IntArray] = []
         for inside, between in SHAPES:
             parent = groups.parents(inside, between)
@@ -99,20 +114,28 @@ class _Router:
                 continue
             tried.append(parent)
             routes = self.routes(parent)
-            seconds = self._seconds(routes, topology, hosts) + int(depths(parent).max(initial=0)) * (
-                topology.latency_us * 1e-6
-            )
+            seconds = self._seconds(routes, machine) + int(depths(parent).max(initial=0)) * latency
             if best is None or seconds < _WORTH * best[0]:
                 best = seconds, routes
         assert best is not None
         return best[1]
 
-    def _seconds(self, routes: Routes, topology: Topology, hosts: Hosts) -> float:
+    def _seconds(self, routes: Routes, machine: Machine) -> float:
+        hosts = machine.hosts
         nbytes = routes.size.prod(axis=1) * self._needs.itemsize[routes.need]
         source = hosts.number(routes.src_instance, routes.src_rank)
         target = hosts.number(self._needs.instance, self._needs.rank)[routes.need]
         loads = link_bytes(hosts, source, target, nbytes)
-        return float(link_seconds(topology, hosts, loads).max(initial=0.0))
+        loads[Link.MEMORY] += 2 * machine.copied
+        return float(link_seconds(machine.topology, hosts, loads).max(initial=0.0))
+
+    def _whole(self, entry: IntArray) -> Routes:
+        """Sends of all needs as they are."""
+        n = self._needs
+        count = entry.shape[0]
+        kind, instance = np.full(count, Kind.SEND, dtype=np.int64), np.full(count, TRAINER, dtype=np.int64)
+        rank, region = self._sources.rank[entry], self._sources.region[entry]
+        return Routes(np.arange(count, dtype=np.int64), kind, instance, rank, region, n.offset, n.size)
 
     def routes(self, parent: IntArray) -> Routes:
         """Sends of the items without a parent, relays of the others."""

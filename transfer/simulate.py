@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.transfer.balance import FloatArray, level
-from weightcast.transfer.columns import volumes
+from weightcast.transfer.balance import FloatArray, Pools, level
+from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.layout import IntArray, RegionTable
 from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
@@ -151,14 +151,17 @@ def _bounds(plan: TransferPlan, pair: Pair, hosts: Hosts, topology: Topology) ->
     receivers += np.bincount(host[inference], minlength=ranks.shape[0])
     nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
     bounds.append(Bound(float((into / nics).max(initial=0.0)) * per_byte, "what one host needs once, over its NICs"))
-    bounds.append(
-        Bound(_once(moved, code, pair, hosts, topology) * per_byte, "one copy of all, over the trainer's NICs")
-    )
+    once = _once(moved, code, pair, hosts, topology) * per_byte
+    bounds.append(Bound(once, "one copy of all, over the NICs of the trainer's hosts"))
     return bounds
 
 
 def _once(moved: Operations, code: IntArray, pair: Pair, hosts: Hosts, topology: Topology) -> float:
-    """The least that the busiest NIC of the trainer sends if all that is needed away from it leaves once."""
+    """The least that the busiest NIC sends if all that is needed away from the trainer's hosts leaves them once.
+
+    A box leaves by a NIC of a host on which a trainer rank holds it: by that rank's, or by one of an instance's rank
+    there, which may have got it over NVLink.
+    """
     tensors = len(pair.tensors)
     side = pair.trainer
     homes = np.unique(hosts.host[: side.world])
@@ -172,6 +175,22 @@ def _once(moved: Operations, code: IntArray, pair: Pair, hosts: Hosts, topology:
     cell, box, _, size = intersect((cells.key, cells.offset, cells.size), (once.key % tensors, once.offset, once.size))
     weight = volumes(size) * ITEMSIZE[once.key // tensors][box]
     total = np.bincount(sources.pool[cell], weights=weight, minlength=len(sources.pools)).astype(np.float64)
-    _, busiest = level(sources.pools, total, side.world)
-    # Where ranks share a NIC, the mean over all of them.
-    return float(total.sum()) / homes.shape[0] if topology.nic_per_host else float(busiest)
+    _, busiest = level(_exits(sources.pools, side.world, hosts, topology), total, len(hosts))
+    return float(busiest)
+
+
+def _exits(pools: Pools, world: int, hosts: Hosts, topology: Topology) -> Pools:
+    """The NICs by which what a pool of trainer ranks holds can leave their hosts: numbers of ranks, or of hosts where
+    ranks share one."""
+    _, host = np.unique(hosts.host, return_inverse=True)
+    pool = np.repeat(np.arange(len(pools), dtype=np.int64), np.diff(pools.start))
+    homes = np.unique(np.stack([pool, host[pools.rank]]), axis=1)
+    if topology.nic_per_host:
+        pool, member = homes
+    else:
+        guests = world + np.argsort(host[world:], kind="stable")
+        begin, end = (np.searchsorted(host[guests], homes[1], side=which) for which in ("left", "right"))
+        pool = np.concatenate([pool, np.repeat(homes[0], end - begin)])
+        member = np.concatenate([pools.rank, guests[ranges(begin, end - begin)]])
+    order, _ = lex_sort([pool, member])
+    return Pools(np.searchsorted(pool[order], np.arange(len(pools) + 1)), member[order])

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from weightcast.transfer.balance import FloatArray, Pools, Wave, level, water_fill, waves
 from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.layout import IntArray
+from weightcast.transfer.pieces import between_slices, boxes_of_runs
 from weightcast.transfer.regions import Cells, decompose
 from weightcast.transfer.sides import Side
 
@@ -22,9 +23,6 @@ _EXACT_SIZES = 64
 
 _ENOUGH = 1.03
 """Boxes are cut when dealing whole ones leaves the busiest rank more than so many times the best possible."""
-
-_FINE = 64
-"""A box is cut along its first dimension of at least so many indices, else along its longest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +118,12 @@ def deal_boxes(pools: Pools, pool: IntArray, boxes: tuple[IntArray, IntArray], i
     whole = Dealt(np.arange(pool.shape[0], dtype=np.int64), choice, offset, size)
     if dealer.busiest(whole.item, choice, dealer.weight) <= _ENOUGH * dealer.bound:
         return whole
-    item, choice, begin, end = dealer.cut(size)
-    dim = _cut_dim(size)
-    rows = np.arange(item.shape[0]), dim[item]
-    part_offset, part_size = np.take(offset, item, axis=0), np.take(size, item, axis=0)
-    part_offset[rows] += begin
-    part_size[rows] = end - begin
-    made = Dealt(item, choice, part_offset, part_size)
+    item, choice, begin, end = dealer.cut(size, itemsize)
+    run, inside, part_size = boxes_of_runs(np.take(size, item, axis=0), begin, end)
+    item, choice = item[run], choice[run]
+    made = Dealt(item, choice, np.take(offset, item, axis=0) + inside, part_size)
     better = dealer.busiest(item, choice, volumes(part_size) * itemsize[item])
     return made if better < dealer.busiest(whole.item, whole.choice, dealer.weight) else whole
-
-
-def _cut_dim(size: IntArray) -> IntArray:
-    long = size >= _FINE
-    return np.asarray(np.where(long.any(axis=1), long.argmax(axis=1), size.argmax(axis=1)))
 
 
 class _Dealer:
@@ -174,9 +164,9 @@ class _Dealer:
                 load[ranks] += np.bincount(chosen, weights=self.weight[items], minlength=ranks.shape[0])
         return choice
 
-    def cut(self, size: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """Deals each pool's items in their order in exact shares: item, member, and the indices begin..end of the
-        dimension in which the item's box is cut."""
+    def cut(self, size: IntArray, itemsize: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Deals each pool's items in their order in exact shares: item, member, and the run `begin..end` of the item's
+        box in row-major order, ordered by item and run."""
         pools = self.pools
         order, _ = lex_sort([self.pool])
         weight = self.weight[order]
@@ -188,6 +178,7 @@ class _Dealer:
         begin = end - weight
         edge_pool = np.repeat(np.arange(len(pools), dtype=np.int64), np.diff(pools.start))
         edge_end = _running(self._share, edge_pool, self._total)
+        # A cut may be so far from where it should be: twice that for each of its pools is what a rank has too much.
         crowd = np.bincount(pools.rank, weights=self._share > 0, minlength=self.world).max()
         least = 0.02 * self.bound / max(crowd, 1.0)
         low = np.clip(np.searchsorted(edge_end, begin + np.minimum(least, weight / 2), side="left"), first, last)
@@ -198,9 +189,12 @@ class _Dealer:
         edge = ranges(low, parts)
         row = np.repeat(np.arange(order.shape[0], dtype=np.int64), parts)
         item = order[row]
-        extent = size[item, _cut_dim(size)[item]]
-        to = np.rint((edge_end[edge] - begin[row]) / weight[row] * extent).astype(np.int64)
-        to = np.where(edge == high[row], extent, np.clip(to, 0, extent))
+        to = volumes(size)[item]
+        inner = np.flatnonzero(edge < high[row])
+        some = item[inner]
+        place = (edge_end[edge[inner]] - begin[row[inner]]) / itemsize[some]
+        cuts = between_slices(place, np.take(size, some, axis=0), least / itemsize[some])
+        to[inner] = np.clip(cuts, 0, to[inner])
         since = np.where(edge == low[row], 0, np.append(0, to[:-1]))
         kept = np.flatnonzero(to > since)
         back, _ = lex_sort([item[kept], edge[kept]])

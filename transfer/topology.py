@@ -14,15 +14,22 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from weightcast.transfer.balance import FloatArray
+from weightcast.transfer.documents import unique_keys
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray
 
 __all__ = ["LINK_NAMES", "Hosts", "Link", "Topology", "link_bytes", "link_seconds", "read_topology"]
+
+_SPEEDS = (1e-6, 1e9)
+"""Gigabits a second that a link may have: a kilobit to an exabit."""
+
+_MOST_LATENCY_US = 1e9
+_MOST_RANKS = 1 << 20
 
 
 class Link(IntEnum):
@@ -57,15 +64,16 @@ class Topology:
     between_instances: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.nic_gbps < math.inf:
-            raise LayoutError(f"topology: nic_gbps is {self.nic_gbps}, expected a number above 0")
+        low, high = _SPEEDS
+        if not low <= self.nic_gbps <= high:
+            _refuse("nic_gbps", self.nic_gbps, f"a number from {low:g} to {high:g}")
         for name in ("nvlink_gbps", "memory_gbps"):
-            if not getattr(self, name) > 0:
-                raise LayoutError(f"topology: {name} is {getattr(self, name)}, expected a number above 0")
-        if not 0 <= self.latency_us < math.inf:
-            raise LayoutError(f"topology: latency_us is {self.latency_us}, expected a number from 0 on")
-        if self.ranks_per_host is not None and self.ranks_per_host < 1:
-            raise LayoutError(f"topology: ranks_per_host is {self.ranks_per_host}, expected an integer from 1 on")
+            if not (low <= getattr(self, name) <= high or getattr(self, name) == math.inf):
+                _refuse(name, getattr(self, name), f"a number from {low:g} to {high:g}, or inf")
+        if not 0 <= self.latency_us <= _MOST_LATENCY_US:
+            _refuse("latency_us", self.latency_us, f"a number from 0 to {_MOST_LATENCY_US:g}")
+        if self.ranks_per_host is not None and not 1 <= self.ranks_per_host <= _MOST_RANKS:
+            _refuse("ranks_per_host", self.ranks_per_host, f"an integer from 1 to {_MOST_RANKS}")
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> Topology:
@@ -76,7 +84,7 @@ class Topology:
                 raise LayoutError(f"topology: key {key!r:.80} is not known; known are {', '.join(known)}")
             if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
                 expected = " or ".join(t.__name__ for t in known[key])
-                raise LayoutError(f"topology: {key} is {value!r:.80}, expected {expected}")
+                _refuse(key, value, expected)
         if "nic_gbps" not in values:
             raise LayoutError("topology: 'nic_gbps' is missing")
         return cls(**values)
@@ -87,6 +95,12 @@ class Topology:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
+def _refuse(name: str, value: object, expected: str) -> NoReturn:
+    # Python refuses to write out integers of thousands of digits, which TOML can have in hexadecimal.
+    shown = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
+    raise LayoutError(f"topology: {name} is {shown}, expected {expected}")
+
+
 _TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
 
 
@@ -95,9 +109,12 @@ def read_topology(data: bytes) -> Topology:
     LayoutError."""
     try:
         text = data.decode()
-        document: Any = json.loads(text) if text.lstrip()[:1] == "{" else tomllib.loads(text)
+        json_text = text.lstrip()[:1] == "{"
+        document: Any = json.loads(text, object_pairs_hook=unique_keys) if json_text else tomllib.loads(text)
+    except LayoutError as error:
+        raise LayoutError(f"topology: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise LayoutError(f"the topology is neither JSON nor TOML: {' '.join(str(error).split())}") from None
+        raise LayoutError(f"the topology is neither JSON nor TOML: {' '.join(str(error).split()):.160}") from None
     return Topology.given(document)
 
 
