@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -76,6 +77,7 @@ class Instance(Side):
         self.meeting: tuple[str, int] | None = None
         self.joined: set[str] = set()
         self.failure: WeightcastError | None = None
+        self.told: list[tuple[str, WeightcastError]] = []
         self.suspect = False
         if self.spec.kind != "worker":
             # Ranks of an engine speak when the engine is told to connect; those of one that was restarted are others.
@@ -233,10 +235,22 @@ class Instance(Side):
             self.notify()
 
     async def fail_rank(self, epoch: int, who: str, error: WeightcastError) -> None:
-        """A rank could not do its step; the first failure of an epoch is kept and stops the update."""
+        """A rank could not do its step; the first failure of an epoch stops the update."""
         self.check_epoch(epoch)
-        self.stop(type(error)(f"{who}: {error}"))
+        failure = type(error)(f"{who}: {error}")
+        self.told.append((who, failure))
+        self.stop(failure)
         self.notify()
+
+    def cause(self) -> WeightcastError | None:
+        """Of the failures that ranks have told the first that blames nobody who has told one: when a member is gone,
+        whoever sees it closes its connections, and others, that see only this, may be heard first.
+        """
+        members = [who for who, _ in self.told]
+        for who, failure in self.told:
+            if not any(other != who and re.search(rf"{re.escape(other)}(?!\d)", str(failure)) for other in members):
+                return failure
+        return self.failure
 
     async def part(self, epoch: int, side: str, rank: int, wait: float) -> bytes | None:
         """A rank's part of the plan as it is sent; None while there is no plan yet. Raises what made planning fail."""

@@ -40,6 +40,9 @@ __all__ = ["update"]
 
 log = logging.getLogger("weightcast.gateway")
 
+_HEARING = 0.3
+"""Seconds that other ranks have to say what they saw, after one has said why it failed."""
+
 
 class _MovedError(UpdateError):
     """The placement of some layers changed while they were sent."""
@@ -93,7 +96,7 @@ class _Update:
             check_version(instance.record, version)
             verified = await self._until_committed()
         except Exception as error:  # whatever it is, the ranks have to be told and the pair has to take offers again
-            failure = as_weightcast_error(error)
+            failure = await self._heard(as_weightcast_error(error))
             reason = str(failure)
             if isinstance(failure, VersionError):
                 self._together.give_up(instance, reason)
@@ -309,6 +312,13 @@ class _Update:
         instance.paused = False
         instance.store.save_soon(instance.saved())
         return ""
+
+    async def _heard(self, error: WeightcastError) -> WeightcastError:
+        """What failed, after what other ranks say of it that was told by one."""
+        if error is not self._instance.failure or not self._instance.told:
+            return error
+        await asyncio.sleep(_HEARING)
+        return self._instance.cause() or error
 
     async def _fail(self, error: WeightcastError) -> None:
         """Says what failed, closes the engine's session, and resumes the engine only if it holds one whole version."""

@@ -23,7 +23,7 @@ from weightcast.gateway.service import Pair
 from weightcast.gateway.settings import Settings
 from weightcast.transfer import wire
 from weightcast.transfer.columns import volumes
-from weightcast.transfer.errors import EngineError, PairStateError, VersionError, WeightcastError
+from weightcast.transfer.errors import EngineError, PairStateError, TransferError, VersionError, WeightcastError
 from weightcast.transfer.layout import RankReport, Region, TensorSpec
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.residues import PRIME
@@ -57,7 +57,8 @@ class Engine:
     `late` to seconds that this, or the answer when its ranks are done, takes. `stale` is how many prepares find that
     something changed, `stale_after` the same after the first transfer, `moves` how many transfers find that a placement
     moved under them, `corrupt` a rank whose digests are wrong, `silent` one that reports none, `dies` one that fails
-    while receiving, with an error of the class `dying`, the first `lives` times if that is not 0.
+    while receiving, with an error of the class `dying`, the first `lives` times if that is not 0; a trainer rank
+    tells what it has `seen` of that before.
     """
 
     def __init__(self, pair: Pair, name: str, ranks: Sequence[Sequence[Region]]) -> None:
@@ -70,6 +71,7 @@ class Engine:
         self.corrupt = self.silent = self.dies = -1
         self.dying: type[WeightcastError] = EngineError
         self.lives = 0
+        self.seen = ""
         self.parts: list[RankPart] = []
         self.epoch = 0
         self.received: int | None = None
@@ -134,6 +136,8 @@ class Engine:
                 self.lives -= 1
                 if not self.lives:
                     self.dies = -1
+                if self.seen:
+                    await self.instance.fail_rank(self.epoch, "trainer rank 0", TransferError(self.seen))
                 await self.instance.fail_rank(self.epoch, f"{self.name} rank 1", error)
                 raise EngineError(f"instance {self.name}: {error}")
         finally:

@@ -215,6 +215,24 @@ def test_a_second_refusal_hides_neither_the_first_nor_the_resume(second: str) ->
 # ---- a rank fails
 
 
+@pytest.mark.parametrize(
+    ("seen", "cause"),
+    [
+        (f"it lost its connection to {A} rank 1", f"{A} rank 1: memory is gone"),
+        (f"it lost its connection to {A} rank 11", f"trainer rank 0: it lost its connection to {A} rank 11"),
+    ],
+)
+def test_a_member_that_is_blamed_and_says_why_is_believed(seen: str, cause: str) -> None:
+    """Who closes its connections because of another one is seen to have gone by those who are heard first."""
+
+    async def run() -> None:
+        play = await connected(A)
+        play.engine.dies, play.engine.seen = 1, seen
+        assert (await play.update(2)).reason == cause
+
+    asyncio.run(run())
+
+
 def test_a_rank_that_dies_while_receiving_fences_its_instance_alone() -> None:
     async def run() -> None:
         play = await connected(A, B)
