@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from pydantic import BaseModel, ValidationError
 from starlette.routing import Route
 
-from weightcast.gateway.guard import MAX_BODY, App, Receive, Scope, Send
+from weightcast.gateway.guard import MAX_BODY, MAX_JSON, App, Receive, Scope, Send
 from weightcast.transfer.errors import (
     AuthorizationError,
     ControlError,
@@ -37,6 +37,7 @@ __all__ = [
     "json_reply",
     "refusal",
     "refusal_of",
+    "stopping",
 ]
 
 MAX_POLL = 30.0
@@ -91,6 +92,11 @@ def refusal(error: str, message: str, status: int) -> Reply:
     """One line of text that can be encoded, whatever was quoted in it."""
     line = " ".join(message.encode("utf-8", "backslashreplace").decode().split())
     return json_reply({"error": error, "message": line}, status)
+
+
+def stopping() -> Reply:
+    """What whoever waits for something is told when the gateway ends: clients ask its next life."""
+    return refusal("ControlError", "the gateway is stopping", 503)
 
 
 class Asked:
@@ -151,8 +157,11 @@ class Asked:
 
     async def json(self, kind: type[Model]) -> Model:
         """The body as a record of `kind`."""
+        body = await self.body()
+        if len(body) > MAX_JSON:  # which the guard leaves to this where a request says that it is no JSON
+            raise InputError(f"the body has {len(body)} bytes, expected at most {MAX_JSON} of JSON")
         try:
-            return kind.model_validate_json(await self.body())
+            return kind.model_validate_json(body)
         except ValidationError as error:
             first = error.errors()[0]
             raise InputError(f"body.{'.'.join(map(str, first['loc']))}: {first['msg']}"[:1000]) from None
@@ -193,7 +202,7 @@ class _Endpoint:
         except WeightcastError as error:
             reply = refusal_of(error)
         except asyncio.CancelledError:  # whoever asks again finds the gateway's next life
-            reply = refusal("ControlError", "the gateway is stopping", 503)
+            reply = stopping()
         await reply.send(send)
 
 

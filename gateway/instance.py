@@ -273,7 +273,10 @@ class Instance(Side):
     async def rendezvous(self, epoch: int, wait: float) -> tuple[str, int] | None:
         """Where to join; None while nobody listens yet."""
         self.check_epoch(epoch)
-        await self.poll(lambda: self.meeting is not None or self.failure is not None, wait)
+        await self.poll(
+            lambda: self.meeting is not None or self.failure is not None or self.record.epoch != epoch, wait
+        )
+        self.check_epoch(epoch)
         if self.failure is not None:
             raise self.failure
         return self.meeting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from fastapi import FastAPI, Query, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from weightcast.gateway.asked import MAX_POLL
+from weightcast.gateway.asked import MAX_POLL, stopping
 from weightcast.gateway.bodies import EngineBody, PairBody
 from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.pool import Gateway
@@ -69,8 +70,12 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
     async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
         gateway.check_boot(known)
         pair = gateway.pair(name)
-        if not await pair.poll(lambda: version in pair.results, wait):
-            return Response(status_code=204)
+        try:
+            if not await pair.poll(lambda: version in pair.results, wait):
+                return Response(status_code=204)
+        except asyncio.CancelledError:
+            told = stopping()
+            return Response(told.body, told.status, media_type=told.kind.decode())
         return Response(pair.result_text(version), media_type="application/json")
 
 

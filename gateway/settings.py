@@ -11,6 +11,8 @@ from weightcast.transfer.errors import InputError
 __all__ = ["Settings"]
 
 _COUNTS = ("replans", "resends", "retries")
+_MOST = 1000
+"""Of a count: more is a mistake, and a time without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,10 @@ class Settings:
         known = [field.name for field in fields(cls)]
         if unknown := sorted(set(values) - set(known)):
             raise InputError(f"settings {', '.join(unknown)} are not known; known are {', '.join(known)}")
+        if endless := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise InputError(f"setting {endless[0]} is {values[endless[0]]}, expected a finite number")
+        if many := [name for name in _COUNTS if values.get(name, 0) > _MOST]:
+            raise InputError(f"setting {many[0]} is {values[many[0]]}, expected at most {_MOST}")
         counts = {name: int(values[name]) for name in _COUNTS if name in values}
         if wrong := [name for name, count in counts.items() if count != values[name]]:
             raise InputError(f"setting {wrong[0]} is {values[wrong[0]]}, expected a whole number")

@@ -263,7 +263,8 @@ class _Update:
         if self._pair.spec.verify is Verify.OFF:
             return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
-        return await asyncio.to_thread(checks.compare, instance.trainer_digests, instance.name, instance.digests, slots)
+        sent, held = dict(instance.trainer_digests), dict(instance.digests)  # what is compared is what was kept
+        return await asyncio.to_thread(checks.compare, sent, instance.name, held, slots)
 
     async def _over(self, call: asyncio.Task[None]) -> None:
         """The engine's call must be over before anything else is asked of the engine; nobody waits long for the answer

@@ -10,6 +10,7 @@ import pytest
 
 from weightcast.gateway.asked import Asked, HotRoute, HotRoutes, Reply, json_reply
 from weightcast.gateway.bodies import OfferBody
+from weightcast.gateway.guard import MAX_JSON
 from weightcast.transfer.errors import InputError
 
 
@@ -105,5 +106,8 @@ def test_bodies_come_in_pieces_or_not_at_all() -> None:
             await asked("", first, {"type": "http.disconnect"}).body()
         with pytest.raises(InputError, match=r"^body.rank: Field required$"):
             await asked("", {"type": "http.request", "body": b"{}"}).json(OfferBody)
+        large = b'{"rank": 1, "version": 2' + b" " * MAX_JSON + b"}"
+        with pytest.raises(InputError, match=r"the body has \d+ bytes, expected at most 1048576 of JSON"):
+            await asked("", {"type": "http.request", "body": large}).json(OfferBody)
 
     asyncio.run(run())

@@ -6,8 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from engine_support import A, B, Play, connected
 from gateway_support import running_gateway
@@ -194,6 +197,22 @@ def test_a_real_beat() -> None:
             time.sleep(0.1)
 
 
+def test_a_gateway_that_is_stopped_tells_those_who_wait_to_ask_again() -> None:
+    paths = ["orders?after=0&wait=20", "updates/1?wait=20", "instances/rollout-0/orders?after=0&wait=20"]
+    with ThreadPoolExecutor(len(paths)) as pool:
+        with running_gateway() as (url, token):
+            with GatewayClient(url, token) as client:
+                client.create_pair("stopped", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
+            headers = {"Authorization": f"Bearer {token}"}
+            ask = partial(httpx.get, headers=headers, timeout=30, trust_env=False)
+            answers = [pool.submit(ask, f"{url}/pairs/stopped/{path}") for path in paths]
+            time.sleep(1.0)
+            assert not any(answer.done() for answer in answers)
+        found = [answer.result() for answer in answers]
+    assert [answer.status_code for answer in found] == [503] * 3
+    assert {answer.json()["message"] for answer in found} == {"the gateway is stopping"}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -201,6 +220,8 @@ def test_a_real_beat() -> None:
         ({"join": float("nan")}, "setting join is nan"),
         ({"resends": -1}, "setting resends is -1, expected 0 or more"),
         ({"resends": 1.5}, "setting resends is 1.5, expected a whole number"),
+        ({"replans": float("nan")}, "setting replans is nan, expected a finite number"),
+        ({"retries": 1e308}, "setting retries is 1e+308, expected at most 1000"),
         ({"heartbeat": 30.0, "silence": 30.0}, "setting silence is 30.0, expected more than the 30.0 of heartbeat"),
         ({"patience": 1.0}, "settings patience are not known; known are offer, register, "),
     ],

@@ -32,8 +32,9 @@ class Waiter:
             if self._given_up:
                 return False
             if self._work is None:
-                self._work = SimpleQueue()
-                threading.Thread(target=_wait_for, args=(self._work,), name="weightcast-wait", daemon=True).start()
+                work: _Asked = SimpleQueue()
+                threading.Thread(target=_wait_for, args=(work,), name="weightcast-wait", daemon=True).start()
+                self._work = work
             answer = self._answer = SimpleQueue()
             self._work.put((wait, answer))
         found = answer.get()
