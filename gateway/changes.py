@@ -58,6 +58,11 @@ class Changes:
             _wake(woken, True)
             del self._waits[woken]
 
+    def end(self) -> None:
+        """Wakes every wait as if its time were over: nothing will change any more."""
+        for woken in self._waits:
+            _wake(woken, False)
+
     async def wait(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
         """Until `ready()`. Raises DeadlineError with what `missing()` says when `seconds` have passed."""
         if not await self.poll(ready, seconds):

@@ -98,6 +98,8 @@ class Gateway:
         await self.store.forget(name)
         del self.pairs[name]
         self._connecting.pop(name, None)
+        for state in (pair, *pair.instances.values()):
+            state.end()
         await _close_drivers(pair)
 
     async def join(self, name: str, instance: str, spec: EngineSpec) -> Instance:

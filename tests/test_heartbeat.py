@@ -213,6 +213,19 @@ def test_a_gateway_that_is_stopped_tells_those_who_wait_to_ask_again() -> None:
     assert {answer.json()["message"] for answer in found} == {"the gateway is stopping"}
 
 
+def test_who_waits_for_a_pair_that_is_deleted_is_answered() -> None:
+    with running_gateway() as (url, token), ThreadPoolExecutor(2) as pool, GatewayClient(url, token) as client:
+        client.create_pair("deleted", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        begun = time.monotonic()
+        ask = partial(httpx.get, headers={"Authorization": f"Bearer {token}"}, timeout=30, trust_env=False)
+        paths = ("updates/1?wait=20", "instances/rollout-0/orders?after=0&wait=20")
+        answers = [pool.submit(ask, f"{url}/pairs/deleted/{path}") for path in paths]
+        time.sleep(1.0)
+        client.delete_pair("deleted")
+        assert [answer.result().status_code for answer in answers] == [204, 200]
+        assert time.monotonic() - begun < 15.0
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

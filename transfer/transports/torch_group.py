@@ -146,9 +146,11 @@ class TorchGroup:
         """See Communicator.abort."""
         with self._aborting:  # who aborts a second time finds it done
             backend, self._backend, self._usable = self._backend, None, False
-            if backend is not None and self.size > 1:
-                self._close_connections(backend)
-            self._waiter.give_up()
+            try:
+                if backend is not None and self.size > 1:
+                    self._close_connections(backend)
+            finally:
+                self._waiter.give_up()
 
     def _close_connections(self, backend: Any) -> None:
         if self.device.type == "cuda":
