@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -113,6 +115,17 @@ def test_a_checkpoint_goes_into_the_actors(cluster: str, tmp_path: Path):
     assert after["output_ids"] != before["output_ids"]
 
 
+def where(actor: Any) -> str:
+    """Where an engine is that was killed, once it has joined again."""
+    limit = time.monotonic() + 300.0
+    while True:
+        try:
+            return str(ray.get(actor.where.remote(), timeout=300.0))
+        except ray.exceptions.ActorUnavailableError:  # between two lives
+            assert time.monotonic() < limit
+            time.sleep(0.5)
+
+
 def test_a_server_that_ray_starts_again_is_fenced_until_the_next_update(tmp_path: Path):
     model = write_checkpoint("qwen3", tmp_path)
     arguments = ", ".join(f'"{part}"' for part in ["--model-path", str(model), *OPTIONS.split()])
@@ -128,7 +141,7 @@ def test_a_server_that_ray_starts_again_is_fenced_until_the_next_update(tmp_path
 
         actor = ray.get_actor("main/rollout-0", namespace="weightcast")
         ray.kill(actor, no_restart=False)
-        second = ray.get(actor.where.remote(), timeout=300)  # once it has joined
+        second = where(actor)
         with pytest.raises(httpx.TransportError):
             generated(first)
         joined = instances()["rollout-0"]
