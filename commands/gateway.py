@@ -47,6 +47,7 @@ def add(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from weightcast.gateway.app import make_app
+    from weightcast.gateway.heap import keep_freed_memory
     from weightcast.gateway.logs import set_up
     from weightcast.gateway.pool import Gateway
     from weightcast.gateway.serving import make_server
@@ -71,6 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "%s is not loopback and not encrypted: tokens can be read on the way; use --tls-cert", url
         )
     _show(url, made, as_json=arguments.json)
+    keep_freed_memory()
     with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     if not server.started:

@@ -83,6 +83,7 @@ class GatewayActor:
         import ray
 
         from weightcast.gateway.app import make_app
+        from weightcast.gateway.heap import keep_freed_memory
         from weightcast.gateway.logs import set_up
         from weightcast.gateway.pool import Gateway
         from weightcast.gateway.serving import make_server
@@ -98,6 +99,7 @@ class GatewayActor:
             port = int(listener.getsockname()[1])
             app = make_app(Gateway(address, port, store), Tokens(**self._tokens))
             server = make_server(app)
+            keep_freed_memory()
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)

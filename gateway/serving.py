@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightcast.gateway.heap import keep_freed_memory
-
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
@@ -15,10 +13,8 @@ __all__ = ["make_server"]
 
 
 def make_server(app: FastAPI, tls_cert: Path | None = None, tls_key: Path | None = None) -> uvicorn.Server:
-    """A server for sockets that listen already; with a certificate it speaks HTTPS. The process keeps its memory."""
+    """A server for sockets that listen already; with a certificate it speaks HTTPS."""
     import uvicorn
-
-    keep_freed_memory()
 
     config = uvicorn.Config(
         app,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import os
-import warnings
 from pathlib import Path
 
 import hypothesis
@@ -15,10 +13,6 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-# Warnings are errors in tests, and stay so at exit when a thread has put back the filters that it found in one.
-# SentencePiece 0.2.1 makes a type while its module goes, gets a warning for it, and goes on with a null pointer.
-atexit.register(warnings.resetwarnings)
 
 # A time limit on single examples measures how busy the machine is.
 hypothesis.settings.register_profile("weightcast", deadline=None)

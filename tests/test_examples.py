@@ -26,14 +26,16 @@ def run(*command: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def run_two_ranks(program: Path) -> list[str]:
+def run_two_ranks(program: Path, folder: Path) -> list[str]:
+    """Lines of both, each from a file of its own: in a common pipe they would be torn."""
     launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    return sorted(run(*launch, str(program)))
+    run(*launch, "--redirects", "1", "--log-dir", str(folder), str(program))
+    return sorted(line for file in folder.rglob("stdout.log") for line in file.read_text().splitlines())
 
 
 @pytest.mark.slow
-def test_fsdp_source(root: Path) -> None:
-    lines = run_two_ranks(root / "examples" / "fsdp_source.py")
+def test_fsdp_source(root: Path, tmp_path: Path) -> None:
+    lines = run_two_ranks(root / "examples" / "fsdp_source.py", tmp_path)
     assert "0 model.layers.0.mlp.experts.2.gate_proj.weight (0, 0) (32, 64)" in lines
     assert "1 model.layers.0.mlp.experts.3.gate_proj.weight (0, 0) (32, 64)" in lines
     assert "1 model.embed_tokens.weight (128, 0) (128, 64)" in lines
@@ -41,8 +43,8 @@ def test_fsdp_source(root: Path) -> None:
 
 @pytest.mark.megatron
 @pytest.mark.slow
-def test_megatron_source(root: Path) -> None:
-    lines = run_two_ranks(root / "examples" / "megatron_source.py")
+def test_megatron_source(root: Path, tmp_path: Path) -> None:
+    lines = run_two_ranks(root / "examples" / "megatron_source.py", tmp_path)
     assert "1 model.layers.0.self_attn.k_proj.weight (16, 0) (16, 64)" in lines
     assert "1 model.embed_tokens.weight (128, 0) (122, 64)" in lines
 
