@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from weightcast.gateway.asked import HotRoutes, Reply, refusal, refusal_of
+from weightcast.gateway.asked import HotRoutes, refusal, refusal_of
 from weightcast.gateway.guard import App, Guard, Receive, Scope, Send
 from weightcast.gateway.hot import hot_routes
 from weightcast.gateway.pool import Gateway
@@ -82,18 +82,18 @@ def make_app(gateway: Gateway, tokens: Tokens) -> FastAPI:
 
     @app.exception_handler(WeightcastError)
     async def weightcast_error(_: Request, error: WeightcastError) -> Response:
-        return _response(refusal_of(error))
+        return refusal_of(error).response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return _response(refusal("InputError", f"{where}: {first['msg']}"[:1000], 422))
+        return refusal("InputError", f"{where}: {first['msg']}"[:1000], 422).response
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"[:1000]
-        return _response(refusal("ControlError", message, error.status_code))
+        return refusal("ControlError", message, error.status_code).response
 
     return app
 
@@ -102,7 +102,3 @@ def scope_of(route: Route) -> Access:
     """The scope that a route was declared with; the narrowest for one that was declared with none."""
     tags = list(getattr(route, "tags", []))
     return Access[str(tags[0]).upper()] if len(tags) == 1 else Access.OPERATOR
-
-
-def _response(reply: Reply) -> Response:
-    return Response(reply.body, reply.status, media_type=reply.kind.decode())

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.gateway.guard import MAX_BODY, MAX_JSON, App, Receive, Scope, Send
@@ -66,6 +67,11 @@ class Reply(NamedTuple):
     status: int
     body: bytes = b""
     kind: bytes = b"application/json"
+
+    @property
+    def response(self) -> Response:
+        """The same for the framework's own routes."""
+        return Response(self.body, self.status, media_type=self.kind.decode())
 
     async def send(self, send: Send) -> None:
         """Sends it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 
-from weightcast.transfer.columns import number_names
+from weightcast.transfer.columns import find_names, number_names
 from weightcast.transfer.dtypes import dtype_name
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, TensorTable, pad_boxes
@@ -119,7 +119,7 @@ def _number(
     Looking up names is most of the work of a merge, so each is looked up once where there is a catalog.
     """
     if catalog is not None:
-        found = [_find(catalog, table.names) for table in tables]
+        found = [find_names(catalog.index, table.names) for table in tables]
         every = np.concatenate(found)
         if (every >= 0).all():
             known = _in_order(every, len(catalog))
@@ -129,11 +129,6 @@ def _number(
     names = tuple(dict.fromkeys(chain.from_iterable(table.names for table in tables)))
     index = dict(zip(names, range(len(names)), strict=True))
     return names, [number_names(index, table.names) for table in tables], None
-
-
-def _find(catalog: TensorTable, names: Sequence[str]) -> IntArray:
-    """(n,) the row of each name, -1 for none."""
-    return np.fromiter(map(catalog.index.get, names, repeat(-1)), dtype=np.int64, count=len(names))
 
 
 def _in_order(rows: IntArray, extent: int) -> IntArray:

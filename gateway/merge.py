@@ -20,6 +20,7 @@ import numpy as np
 
 from weightcast.gateway.experts import check_dispatch, check_slots, common_placement
 from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
+from weightcast.transfer.columns import find_names
 from weightcast.transfer.coverage import describe_gaps
 from weightcast.transfer.errors import CoverageError, LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
@@ -28,9 +29,6 @@ from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
 
 __all__ = ["InstanceLayout", "TrainerLayout", "merge_instance", "merge_trainer"]
-
-
-_UNKNOWN = -1
 
 
 @dataclass(frozen=True)
@@ -146,10 +144,10 @@ def _table_of(catalog: TensorTable | Mapping[str, TensorSpec]) -> TensorTable:
 
 
 def _rows_in(known: TensorTable, tensors: TensorTable) -> IntArray:
-    """(n,) the row of each tensor in a table, _UNKNOWN for those that it does not have."""
+    """(n,) the row of each tensor in a table, -1 for those that it does not have."""
     if tensors.place is not None:
         return tensors.place[1]
-    return np.array([known.index.get(name, _UNKNOWN) for name in tensors.names], dtype=np.int64)
+    return find_names(known.index, tensors.names)
 
 
 def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:

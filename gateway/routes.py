@@ -74,8 +74,7 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
             if not await pair.poll(lambda: version in pair.results, wait):
                 return Response(status_code=204)
         except asyncio.CancelledError:
-            told = stopping()
-            return Response(told.body, told.status, media_type=told.kind.decode())
+            return stopping().response
         return Response(pair.result_text(version), media_type="application/json")
 
 

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import torch
 from colocated_workers import SHARES, killing, segments_of
-from pair_workers import EXPERTS, ShardSource, SlotSink
+from pair_workers import EXPERTS, ShardSource, SlotSink, move_under
 
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import UpdateError
-from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 
 LONG = 100.0
@@ -125,18 +124,6 @@ def read_often(rank: int, url: str, pair: str, count: int, seed: int, rng: rando
             away += 1
     worker.close()
     return Many(right, slots, away, maps, planned - len(under), faults=tuple(faults))
-
-
-def move_under(worker: InstanceWorker, sink: SlotSink, rows: dict[int, list[int]]) -> None:
-    """Once a version was received that is in `rows`, and before it is verified, the placement is another one."""
-    receive = worker.transfer
-
-    def transfer() -> TransferReport:
-        report = receive()
-        sink.row = rows.pop(worker._target or 0, sink.row)
-        return report
-
-    worker.transfer = transfer  # type: ignore[method-assign]
 
 
 # One host and another, and a side that is killed

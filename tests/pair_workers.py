@@ -18,6 +18,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 
@@ -189,3 +190,15 @@ def again_play(rank: int, world: int, port: int, url: str, pair: str, roles: lis
         return play(rank, world, port, url, pair, roles)
     logging.disable(logging.CRITICAL)
     return [trainer(roles[rank][1]["rank"], url, pair, versions, 150.0) for versions in roles[rank][1]["versions"]]
+
+
+def move_under(worker: InstanceWorker, sink: SlotSink, rows: dict[int, list[int]]) -> None:
+    """Once a version was received that is in `rows`, and before it is verified, the placement is another one."""
+    receive = worker.transfer
+
+    def transfer() -> TransferReport:
+        report = receive()
+        sink.row = rows.pop(worker._target or 0, sink.row)
+        return report
+
+    worker.transfer = transfer  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pair_workers import EXPERTS, E, SlotSink, expert_name, expert_of
+from pair_workers import EXPERTS, E, SlotSink, expert_name, expert_of, move_under
 from plain_support import Piece, PlainSink
 
 from weightcast.gateway.client import GatewayClient
@@ -109,7 +109,7 @@ def instance(
     """
     sink = Replicated(rank, world, row)
     worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=60.0)
-    _move_in_transfer(worker, sink, dict(plays.get("moves", {})))
+    move_under(worker, sink, dict(plays.get("moves", {})))
     if "killed" in plays:
         _end_in_transfer(worker, plays["killed"])
     said: list[Any] = []
@@ -127,17 +127,6 @@ def instance(
 def passed_on(worker: InstanceWorker) -> int:
     part = worker._joined().part
     return int(((part.operations.kind == Kind.RELAY) & (part.operations.src_rank == part.rank)).sum())
-
-
-def _move_in_transfer(worker: InstanceWorker, sink: SlotSink, moves: dict[int, list[int]]) -> None:
-    receive = worker.transfer
-
-    def transfer() -> Any:
-        report = receive()
-        sink.row = moves.pop(worker._target or 0, sink.row)
-        return report
-
-    worker.transfer = transfer  # type: ignore[method-assign]
 
 
 def _end_in_transfer(worker: InstanceWorker, version: int) -> None:

@@ -7,6 +7,7 @@ than it sorts by a list of keys, and ties, the only rows that need the remaining
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ __all__ = [
     "BoolArray",
     "any_column",
     "concatenate",
+    "find_names",
     "lex_sort",
     "number_names",
     "ranges",
@@ -140,6 +142,11 @@ def volumes(size: IntArray) -> IntArray:
 def number_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
     """(n,) the number of each name. Raises KeyError for an unknown one."""
     return np.fromiter(map(index.__getitem__, names), dtype=np.int64, count=len(names))
+
+
+def find_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
+    """(n,) the number of each name, -1 for an unknown one."""
+    return np.fromiter(map(index.get, names, repeat(-1)), dtype=np.int64, count=len(names))
 
 
 def concatenate(parts: Sequence[IntArray], like: IntArray) -> IntArray:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 
-from weightcast.transfer.columns import BoolArray, ranges, stable_order, volumes
+from weightcast.transfer.columns import BoolArray, find_names, ranges, stable_order, volumes
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.expert_names import NONE, parse_layers
@@ -143,7 +143,7 @@ class _Names:
         """
         place = tensors.place
         if place is None or not hops:
-            return np.fromiter(map(self.index.get, tensors.names, repeat(-1)), dtype=np.int64, count=len(tensors))
+            return find_names(self.index, tensors.names)
         whole, rows = place
         if id(whole) not in self._wholes:
             self._wholes[id(whole)] = whole, self._find(whole, hops - 1)
