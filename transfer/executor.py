@@ -109,7 +109,7 @@ class Executor:
         self._layout, self._device = layout, device_of(layout)
         self._group = group
         self._shared = share(part, layout, group, neighbours or Neighbours(), member_labels(part))
-        self._schedule = make_schedule(self._shared.left, layout, group.device)
+        self._schedule = make_schedule(self._shared.left, layout, group.device, group.scatters)
 
     @property
     def staging_bytes(self) -> int:
