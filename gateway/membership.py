@@ -98,8 +98,8 @@ class Member:
 
 @dataclass(slots=True)
 class Run:
-    """A transfer under way. The gateway may give it up before this rank sees why: Gloo does not notice that a peer is
-    gone in the middle of a message.
+    """A transfer under way. The gateway may give it up before this rank sees why: a peer that stands still and a link
+    that is cut show in no connection.
     """
 
     epoch: int
