@@ -36,7 +36,7 @@ class Counted:
     def __init__(self, group: Communicator) -> None:
         self._group, self.sent = group, 0
         self.rank, self.size, self.device = group.rank, group.size, group.device
-        self.scatters = group.scatters
+        self.scatters, self.buffers = group.scatters, group.buffers
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         self.sent += sum(message.nbytes for _, message in sends)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 
@@ -22,6 +23,8 @@ from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports import handshake, spans
 from weightcast.transfer.transports.base import Communicator
 from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.naming import Naming
+from weightcast.transfer.transports.pump import Pump
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
 from weightcast.transfer.transports.spans import Spans
 from weightcast.transfer.transports.tcp import TcpGroup
@@ -66,13 +69,15 @@ def cuts(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
     return draw(st.permutations(pieces)) if pieces else [(0, 0)]
 
 
+# ---- messages
+
+
 @given(data=st.data(), totals=st.lists(st.integers(0, 20_000), max_size=4), call=st.sampled_from([64, 4096]))
 @settings(max_examples=60, deadline=None)
 def test_messages_lie_anywhere_at_both_ends(
-    data: st.DataObject, totals: list[int], call: int, two: list[Communicator], patch: pytest.MonkeyPatch
+    data: st.DataObject, totals: list[int], call: int, two: list[Communicator]
 ) -> None:
     """Whatever a message is cut into at either end, and however little goes in one call."""
-    patch.setattr(spans, "_CALL_BYTES", call)
     sends, receives, checks = [], [], []
     for number, total in enumerate(totals):
         out, into = bytes_of(total, number), torch.zeros(total, dtype=torch.uint8)
@@ -80,7 +85,9 @@ def test_messages_lie_anywhere_at_both_ends(
         sends.append((1, spans_in(out, given_out)))
         receives.append((0, spans_in(into, given_in)))
         checks.append((out, given_out, into, given_in))
-    together(lambda: two[0].post(sends, []).wait(soon()), lambda: two[1].post([], receives).wait(soon()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "_CALL_BYTES", call)
+        together(lambda: two[0].post(sends, []).wait(soon()), lambda: two[1].post([], receives).wait(soon()))
     for out, given_out, into, given_in in checks:
         wire, arrived = (torch.cat([t[a : a + n] for a, n in places]) for t, places in
                          ((out, given_out), (into, given_in)))  # fmt: skip
@@ -92,14 +99,9 @@ def two() -> list[Communicator]:
     return pair()
 
 
-@pytest.fixture(scope="module")
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as context:
-        yield context
-
-
 def test_more_places_than_one_call_takes() -> None:
     groups, n = pair(), 5000
+    assert n > spans._MOST_ROWS
     out, into = bytes_of(2 * n * 16).view(2 * n, 16), torch.zeros(2 * n, 16, dtype=torch.uint8)
     order = np.random.default_rng(1).permutation(n)
     sends = Spans.of(out.data_ptr() + 32 * np.arange(n), np.full(n, 16))
@@ -163,7 +165,9 @@ def test_nothing_is_written_after_an_abort() -> None:
     groups[0].post([(1, torch.ones(n, dtype=torch.uint8))], [])
     while not into[0]:
         time.sleep(0.001)
+    threads = [thread for thread in threading.enumerate() if thread.name == "weightcast-tcp rollout-0"]
     groups[1].abort()
+    assert sum(thread.is_alive() for thread in threads) == len(threads) - 1
     seen = into.clone()
     assert not seen.all(), "all of it arrived before: too little to see"
     time.sleep(0.3)
@@ -187,19 +191,30 @@ def test_what_was_sent_arrives_though_the_sender_leaves() -> None:
     assert torch.equal(into, bytes_of(1 << 16))
 
 
+def test_who_posts_while_the_thread_ends_does_not_wait_for_ever() -> None:
+    ends = socket.socketpair()
+    pump = Pump({1: ends[0]}, Naming("x", PAIR, 0))
+    pump.start()
+    pump.stop()
+    pump.join()
+    with ends[1], pytest.raises(TransferError, match="the group of trainer rank 0 was aborted"):
+        pump.post([], [(1, bytes_of(8))]).wait(soon(2.0))
+
+
 def test_groups_leave_no_thread_and_no_descriptor() -> None:
     def held() -> tuple[int, int]:
+        gc.collect()
+        time.sleep(0.5)
         return len(os.listdir("/proc/self/fd")), sum(t.name.startswith("weightcast-tcp") for t in threading.enumerate())
 
-    pair()[0].close()  # the other is dropped
-    time.sleep(0.5)
     before = held()
     for _ in range(5):
         groups = pair()
-        groups[0].close()
+        groups[0].close()  # the other is dropped
         del groups
-    time.sleep(0.5)
-    assert held() == before
+    after = held()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
 
 
 # ---- joining
@@ -225,7 +240,7 @@ def join_two(monkeypatch: pytest.MonkeyPatch, disturb: object, seconds: float) -
     return together(lambda: join(0), lambda: join(1))
 
 
-@pytest.mark.parametrize("said", [b"", b"short", b"x" * 20, b"x" * 4096])
+@pytest.mark.parametrize("said", [b"", b"short", b"x" * 4096, b"x" * 16 + b"\0\0\0\1"])
 def test_strangers_are_turned_away_while_members_join(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     kept: list[socket.socket] = []
 

@@ -152,6 +152,9 @@ class Executor:
             under_way.append((number, self._group.post(step.sends, step.receives)))
         while under_way:
             self._finish(*under_way.popleft(), deadline, watch)
+        if self._group.buffers:
+            self._confirm(deadline)
+            watch.charge("exchange")
         self._shared.finish(deadline)
         watch.charge("shared")
         schedule.replicate.run()
@@ -173,6 +176,15 @@ class Executor:
         rounds[number].unpack.run()
         watch.charge("unpack")
         watch.advance(rounds[number].nbytes)
+
+    def _confirm(self, deadline: Deadline) -> None:
+        """Tells who sent that everything is here, and hears it from who received: networks take bytes for the dead."""
+        said = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in self._schedule.senders]
+        heard = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in self._schedule.receivers]
+        try:
+            self._group.post(said, heard).wait(deadline)
+        except TransferError as error:
+            raise type(error)(f"{error}, a byte that says that everything has arrived") from error
 
 
 class _Watch:

@@ -48,12 +48,14 @@ class Schedule:
     """All rounds of one rank, and what follows them.
 
     `staging` holds every message that does not move straight from or to a parameter. Rounds share it in turn: as many
-    as may be in flight have a part each.
+    as may be in flight have a part each. `receivers` and `senders` are the peers that get messages, and give them.
     """
 
     rounds: list[Round]
     replicate: CopyBatch
     staging: torch.Tensor
+    receivers: list[int]
+    senders: list[int]
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
@@ -73,8 +75,10 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device, scat
     with torch.no_grad():
         rounds = make_rounds(traffic, layout, staging, places, scratch, scatters)
         replicate, bytes_copied = _replication(part, layout, scratch)
-    sent, received = (int(traffic.nbytes[some].sum()) for some in (traffic.leaves, ~traffic.leaves))
-    return Schedule(rounds, replicate, staging, sent, received, bytes_copied)
+    ways = (traffic.leaves, ~traffic.leaves)
+    receivers, senders = (np.unique(traffic.peer[way]).tolist() for way in ways)
+    sent, received = (int(traffic.nbytes[way].sum()) for way in ways)
+    return Schedule(rounds, replicate, staging, receivers, senders, sent, received, bytes_copied)
 
 
 def place_messages(traffic: Traffic) -> tuple[int, IntArray]:

@@ -54,6 +54,11 @@ class Communicator(Protocol):
         """Whether messages may be Spans."""
         ...
 
+    @property
+    def buffers(self) -> bool:
+        """Whether what is sent may be through before the peer has asked for it."""
+        ...
+
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Starts sends and receives and returns at once.
 

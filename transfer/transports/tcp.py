@@ -36,7 +36,7 @@ _distributed: Any = torch.distributed
 class TcpGroup:
     """A communicator of the members that `labels` lists. Made by `join`."""
 
-    scatters = True
+    scatters = buffers = True
     device = torch.device("cpu")
 
     def __init__(self, connections: dict[int, socket.socket], naming: Naming) -> None:

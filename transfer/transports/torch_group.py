@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.005
 class TorchGroup:
     """A communicator of the members that `labels` lists, over Gloo or NCCL. Made by `join`."""
 
-    scatters = False
+    scatters = buffers = False
 
     def __init__(self, backend: Any, rank: int, labels: Sequence[str], name: str, device: torch.device) -> None:
         self.rank = rank
