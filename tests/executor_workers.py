@@ -22,7 +22,7 @@ from group_support import together
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
 
-from weightcast.transfer import stages
+from weightcast.transfer import stages, traffic
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
@@ -203,7 +203,7 @@ def check(target: Side, source: Side, shapes: dict[str, list[int]], rank: int, v
 def run_random(
     rank: int, world: int, _: int, port: int, trainer: int, seeds: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """Two versions through every case, by TCP and by Gloo in turn.
+    """Two versions through every case, by TCP and by Gloo in turn, with messages of which more or less is packed.
 
     Returns bytes checked, received, copied, and the most rounds of a case.
     """
@@ -216,6 +216,7 @@ def run_random(
             continue
         layout = (case.source.layouts if part.is_trainer else case.target.layouts)[part.rank]
         key = part.trainer_ranks, BACKENDS[seed % 2]
+        traffic.SPAN_BYTES = (8, 64, 1 << 11)[seed % 3]
         if key not in groups:
             groups[key] = group_of(port, part.group_rank, member_labels(part), f"senders {key}", backend=key[1])
         executor = Executor(part, layout, groups[key])

@@ -162,6 +162,22 @@ def test_large_contiguous_boxes_need_no_staging() -> None:
     assert torch.equal(source, target)
 
 
+def test_what_is_small_in_a_message_is_packed_and_the_rest_is_not() -> None:
+    """Vectors of which some are long enough to be sent as they are, all in one message."""
+    lengths = (3, 1 << 10, 5, 1 << 11, 9, 9)
+    sources = [torch.randn(n) for n in lengths]
+    targets = [torch.zeros(n) for n in lengths]
+    boxes = [[(f"t{i}", (t.numel(),), (0,), t) for i, t in enumerate(side)] for side in (sources, targets)]
+    pair = Pair(*boxes)
+    for side in (0, 1):
+        (step,) = pair.executor(side)._schedule.rounds
+        ((_, message),) = step.sends or step.receives
+        assert (message.nbytes, len(message.rows)) == (4 * sum(lengths), 3), "packed, then the two that are long"
+    pair.run()
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source, target)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1 << 12, 1 << 16, 1 << 20])
 def test_staging_stays_within_the_setting(bucket_bytes: int) -> None:
     rows, columns = 1 << 10, 1 << 9
