@@ -52,7 +52,7 @@ def connect_all(store: Store, naming: Naming, address: str, deadline: Deadline) 
             raise TransferError(f"{naming.group}: {naming.me} lost the store: {one_line(error)}") from error
         for peer, (number, at) in enumerate(addresses[:rank]):
             found[peer] = _connect(at, int(number), peer, naming, deadline)
-            found[peer].sendall(_HELLO.pack(secret, rank))
+            _greet(found[peer], secret, peer, naming)
         _accept(listener, secret, set(range(rank + 1, size)), found, naming, deadline)
         for connection in found.values():
             connection.setblocking(False)
@@ -90,6 +90,13 @@ def _connect(host: str, port: int, peer: int, naming: Naming, deadline: Deadline
             f"{naming.group}: {naming.me} cannot connect to {naming.labels[peer]} at {host}:{port}: {error}; is that "
             "address reachable from here?"
         ) from error
+
+
+def _greet(connection: socket.socket, secret: bytes, peer: int, naming: Naming) -> None:
+    try:
+        connection.sendall(_HELLO.pack(secret, naming.rank))
+    except OSError as error:
+        raise naming.lost([(peer, "send", _HELLO.size)], error) from error
 
 
 def _accept(
