@@ -217,6 +217,24 @@ def test_groups_leave_no_thread_and_no_descriptor() -> None:
     assert after[1] <= before[1]
 
 
+def test_what_is_over_is_let_go_though_nobody_collects_garbage() -> None:
+    """Trainers and engines turn the collector off; a cycle would keep each message's table of addresses."""
+    groups, places = pair(), [(32 * i, 16) for i in range(100)]
+    out, into = bytes_of(3200), torch.zeros(3200, dtype=torch.uint8)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(10):
+            receiving = groups[1].post([], [(0, spans_in(into, places))])
+            groups[0].post([(1, spans_in(out, places))], []).wait(soon())
+            receiving.wait(soon())
+        del receiving
+        time.sleep(0.1)  # the threads let go of the last one
+        assert not any(type(found) is spans.Cursor for found in gc.get_objects())
+    finally:
+        gc.enable()
+
+
 # ---- joining
 
 

@@ -38,7 +38,6 @@ class _Leg:
     expected: tuple[int, int]
     cursor: Cursor
     memory: torch.Tensor | Spans
-    exchange: Posted
 
     @property
     def left(self) -> Left:
@@ -93,14 +92,15 @@ class _Link:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.number = connection.fileno()
-        self.sends: deque[_Leg] = deque()
-        self.receives: deque[_Leg] = deque()
+        # A leg does not know its exchange: a cycle would keep the memory of what is over, where nobody collects it.
+        self.sends: deque[tuple[_Leg, Posted]] = deque()
+        self.receives: deque[tuple[_Leg, Posted]] = deque()
         self.sent = self.received = 0
         self.interest = 0
         self.failure: object = None
         self._least = 1
 
-    def add(self, peer: int, direction: str, memory: torch.Tensor | Spans, exchange: Posted) -> _Leg:
+    def add(self, peer: int, direction: str, memory: torch.Tensor | Spans) -> _Leg:
         """A message behind those that were posted before. It does not move yet."""
         spans = Spans.of_tensor(memory) if isinstance(memory, torch.Tensor) else memory
         number = self.sent if direction == "send" else self.received
@@ -110,7 +110,7 @@ class _Link:
             self.sent += 1
         else:
             self.received += 1
-        return _Leg(peer, direction, header, said, Cursor(header, spans), memory, exchange)
+        return _Leg(peer, direction, header, said, Cursor(header, spans), memory)
 
     def move(self, events: int) -> None:
         """Sends and receives what the connection takes and gives now."""
@@ -122,31 +122,31 @@ class _Link:
             if not legs or not events & (event | broken) or self.failure is not None:
                 continue
             try:
-                self.failure = legs[0].advance(self.number)
+                self.failure = legs[0][0].advance(self.number)
             except BlockingIOError:
                 continue
             except OSError as error:
                 self.failure = error
-            if self.failure is None and not legs[0].cursor.due:
-                legs.popleft().exchange.count()
+            if self.failure is None and not legs[0][0].cursor.due:
+                legs.popleft()[1].count()
 
     def fail(self) -> None:
         """Ends all that waits here."""
         failed = [*self.sends, *self.receives]
         self.sends.clear()
         self.receives.clear()
-        for leg in failed:
-            leg.exchange.cause = self.failure
-            leg.exchange.failed.append(leg)
-        for leg in failed:
-            leg.exchange.over.set()
+        for leg, exchange in failed:
+            exchange.cause = self.failure
+            exchange.failed.append(leg)
+        for _, exchange in failed:
+            exchange.over.set()
 
     def wanted(self) -> int:
         """What to be told of. Says to the kernel how much of the message that is due makes it worth telling.
 
         Only of that one: its peer may not send the next before it has heard from us.
         """
-        least = min(_LEAST_BYTES, self.receives[0].cursor.due) if self.receives else 1
+        least = min(_LEAST_BYTES, self.receives[0][0].cursor.due) if self.receives else 1
         if least != self._least:
             self._least = least
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
@@ -173,10 +173,10 @@ class Pump(threading.Thread):
         """Has messages moved, behind those that were posted before."""
         posted = Posted(self._naming)
         for direction, messages in (("send", sends), ("receive", receives)):
-            posted.legs += [self._links[peer].add(peer, direction, memory, posted) for peer, memory in messages]
+            posted.legs += [self._links[peer].add(peer, direction, memory) for peer, memory in messages]
         for leg in posted.legs:
             link = self._links[leg.peer]
-            (link.sends if leg.direction == "send" else link.receives).append(leg)
+            (link.sends if leg.direction == "send" else link.receives).append((leg, posted))
             self._fresh.append(link)
         if not self._ring():
             posted.over.set()
@@ -241,5 +241,5 @@ class Pump(threading.Thread):
             link.failure = link.failure or failure
             if link.failure is not None:
                 link.fail()
-            for leg in (*link.sends, *link.receives):
-                leg.exchange.over.set()
+            for _, exchange in (*link.sends, *link.receives):
+                exchange.over.set()
