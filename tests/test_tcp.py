@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports import handshake, spans
-from weightcast.transfer.transports.base import Communicator
+from weightcast.transfer.transports.base import Communicator, Exchange
 from weightcast.transfer.transports.group import join_group
 from weightcast.transfer.transports.naming import Naming
 from weightcast.transfer.transports.pump import Pump
@@ -233,6 +234,34 @@ def test_what_is_over_is_let_go_though_nobody_collects_garbage() -> None:
         assert not any(type(found) is spans.Cursor for found in gc.get_objects())
     finally:
         gc.enable()
+
+
+def test_what_is_posted_while_a_connection_fails_fails_too() -> None:
+    """Not lost between the moment in which its elders are told and the one in which they are forgotten."""
+    ends = socket.socketpair()
+    pump = Pump({1: ends[0]}, Naming("x", PAIR, 0))  # its thread does not run: this one takes its place
+    link = pump._links[1]
+    late: list[Exchange] = []
+
+    class Elders(deque):  # type: ignore[type-arg]
+        def clear(self) -> None:
+            late.append(pump.post([], [(1, bytes_of(8))]))
+            super().clear()
+
+        def popleft(self) -> object:
+            if not late:
+                late.append(pump.post([], [(1, bytes_of(8))]))
+            return super().popleft()
+
+    link.receives = Elders()
+    elder = pump.post([], [(1, bytes_of(8))])
+    link.failure = "cut"
+    pump._watch(link)
+    for exchange in (elder, *late):
+        with pytest.raises(TransferError, match=r"lost its connection to rollout-0 rank 0 \(8 bytes to receive\): cut"):
+            exchange.wait(soon(0.2))
+    pump._end(None)
+    ends[1].close()
 
 
 # ---- joining

@@ -131,10 +131,11 @@ class _Link:
                 legs.popleft()[1].count()
 
     def fail(self) -> None:
-        """Ends all that waits here."""
-        failed = [*self.sends, *self.receives]
-        self.sends.clear()
-        self.receives.clear()
+        """Ends all that waits here. What is posted meanwhile is either among it or fails the next time."""
+        failed = []
+        for legs in (self.sends, self.receives):
+            while legs:
+                failed.append(legs.popleft())
         for leg, exchange in failed:
             exchange.cause = self.failure
             exchange.failed.append(leg)
