@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from group_support import join_all, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import PrefixStore
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
@@ -308,6 +309,33 @@ def test_strangers_are_turned_away_while_members_join(monkeypatch: pytest.Monkey
         stranger.settimeout(5.0)
         with stranger, suppress(ConnectionResetError):
             assert stranger.recv(1) == b"", "a stranger is connected still"
+
+
+def test_strangers_that_stay_silent_cannot_take_all_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_MOST_STRANGERS", 3)
+    store, port = open_store("127.0.0.1", soon())
+    scoped = PrefixStore("weightcast/x", connect_store("127.0.0.1", port, soon()))
+    scoped.set("address/1", "1 127.0.0.1")
+    scoped.set("here/1", PAIR[1])  # and never connects
+    came: list[bool] = []
+
+    def disturb() -> None:
+        at, host = scoped.get("address/0").decode().split()
+        with ExitStack() as stack:
+            strangers = [stack.enter_context(socket.create_connection((host, int(at)))) for _ in range(7)]
+            time.sleep(0.3)
+            for stranger in strangers:
+                stranger.setblocking(False)
+                try:
+                    came.append(stranger.recv(1) == b"")
+                except BlockingIOError:
+                    came.append(False)
+
+    joined, _ = together(
+        lambda: TcpGroup.join(store, rank=0, labels=PAIR, name="x", deadline=soon(1.0), address="127.0.0.1"), disturb
+    )
+    assert "waited 1 s for rollout-0 rank 0 to connect" in str(joined)
+    assert came == [True, True, False, False, False, False, False], "the oldest go, beside three and the members"
 
 
 def test_an_address_of_another_host_is_refused() -> None:

@@ -28,6 +28,9 @@ __all__ = ["connect_all"]
 _HELLO = struct.Struct("!16sI")
 """The secret of the group, and who connects."""
 
+_MOST_STRANGERS = 256
+"""Beside members so many connections may say nothing yet; more would take this process's descriptors."""
+
 
 def connect_all(store: Store, naming: Naming, address: str, deadline: Deadline) -> dict[int, socket.socket]:
     """A connection to every other member, by group rank, not blocking.
@@ -146,6 +149,11 @@ def _welcome(listener: socket.socket, strangers: selectors.BaseSelector, naming:
         raise TransferError(f"{naming.group}: {naming.me} cannot accept connections: {error}") from error
     came.setblocking(False)
     strangers.register(came, selectors.EVENT_READ, _Stranger(came))
+    silent = [key.data.connection for key in strangers.get_map().values() if key.data is not None]
+    if len(silent) > _MOST_STRANGERS + len(naming.labels):
+        # Members speak at once: the one that has been silent for longest is none.
+        strangers.unregister(silent[0])
+        silent[0].close()
 
 
 @dataclass(frozen=True, slots=True)
