@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
 import threading
 import time
@@ -336,6 +337,32 @@ def test_strangers_that_stay_silent_cannot_take_all_descriptors(monkeypatch: pyt
     )
     assert "waited 1 s for rollout-0 rank 0 to connect" in str(joined)
     assert came == [True, True, False, False, False, False, False], "the oldest go, beside three and the members"
+
+
+def test_a_process_without_descriptors_says_so_and_loses_none() -> None:
+    store, _ = open_store("127.0.0.1", soon())
+    before, limits = set(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    outcomes = []
+    for more in range(5):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (first_free(more), limits[1]))
+            TcpGroup.join(store, rank=0, labels=PAIR[:1], name=f"x{more}", deadline=soon(1.0), address="").close()
+            outcomes.append("")
+        except TransferError as error:
+            outcomes.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert all("Too many open files" in outcome for outcome in outcomes[:2]), outcomes
+    assert outcomes[-1] == ""
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def first_free(number: int) -> int:
+    """The descriptor that a process opens after `number` more."""
+    taken = [os.dup(0) for _ in range(number + 1)]
+    for descriptor in taken:
+        os.close(descriptor)
+    return max(taken)
 
 
 def test_an_address_of_another_host_is_refused() -> None:

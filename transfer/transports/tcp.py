@@ -12,6 +12,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from weightcast.transfer.transports.base import Exchange, Message
 from weightcast.transfer.transports.handshake import connect_all
 from weightcast.transfer.transports.naming import Naming
 from weightcast.transfer.transports.pump import Pump
+from weightcast.transfer.transports.rendezvous import one_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -62,7 +64,16 @@ class TcpGroup:
             raise TransferError(f"{name}: backend 'tcp' needs Linux, found {sys.platform}; take 'gloo'")
         naming = Naming(name, tuple(labels), rank)
         scoped = _distributed.PrefixStore(f"weightcast/{name}", store)
-        return cls(connect_all(scoped, naming, address, deadline), naming)
+        try:
+            with ExitStack() as failed:
+                connections = connect_all(scoped, naming, address, deadline)
+                for connection in connections.values():
+                    failed.enter_context(connection)
+                group = cls(connections, naming)
+                failed.pop_all()
+                return group
+        except (OSError, RuntimeError) as error:  # no more descriptors, no more threads
+            raise TransferError(f"{name}: {naming.me} cannot join: {one_line(error)}; see its limits (ulimit)") from error
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """See Communicator.post. A message is through when the network has taken it, or has filled its memory."""
