@@ -73,7 +73,7 @@ class TcpGroup:
                 failed.pop_all()
                 return group
         except (OSError, RuntimeError) as error:  # no more descriptors, no more threads
-            raise TransferError(f"{name}: {naming.me} cannot join: {one_line(error)}; see its limits (ulimit)") from error
+            raise TransferError(f"{name}: {naming.me} cannot join: {one_line(error)}; see ulimit") from error
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """See Communicator.post. A message is through when the network has taken it, or has filled its memory."""
