@@ -371,6 +371,12 @@ def test_an_address_of_another_host_is_refused() -> None:
         TcpGroup.join(store, rank=0, labels=PAIR, name="x", deadline=soon(1.0), address="192.0.2.1")
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_every_address_at_once_is_none_that_others_can_be_told(address: str) -> None:
+    with pytest.raises(TransferError, match=f"cannot listen on '{address}', which is every address; give one"):
+        open_store(address, soon())
+
+
 def test_a_member_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = handshake.listen
 

@@ -6,6 +6,7 @@ store = connect_store("10.0.0.7", port, deadline)     # everyone else
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import socket
 import time
@@ -31,7 +32,10 @@ _POLL_SECONDS = 0.005
 def listen(host: str) -> socket.socket:
     """A listener on a free port of the address `host` only. Raises TransferError when it is no address of this host."""
     try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
+            # The others are told to connect to it, and from another host would come to themselves.
+            raise TransferError(f"cannot listen on {host!r}, which is every address; give one at which others reach it")
         return socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
     except OSError as error:
         raise TransferError(f"cannot listen on {host!r}: {error}; give an address of this host") from error
