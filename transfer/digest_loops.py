@@ -441,13 +441,12 @@ def _in_vectors(
     """
     sums[:] = 0
     _, block, unit = _way(words)
-    blocks, columns = inner // block + 1, _TILE_BLOCKS // _STREAMS * block
+    blocks, columns = (inner + block - 1) // block, _TILE_BLOCKS // _STREAMS * block
     while rows > 0:
         streams, rounds, most = rows, 1, 1
-        if rows >= _STREAMS:
+        if rows >= _STREAMS and rows * blocks > _TILE_BLOCKS:  # else all that is left makes one tile or a few
             streams, rounds = _STREAMS, rows // _STREAMS
-            if blocks < _TILE_BLOCKS // _STREAMS:
-                most = _TILE_BLOCKS // _STREAMS // blocks
+            most = max(1, _TILE_BLOCKS // _STREAMS // blocks)
         for first in range(0, rounds, most):
             for begin in range(0, inner, columns):
                 _add_tile(
@@ -456,17 +455,16 @@ def _in_vectors(
                 )  # fmt: skip
         done = rounds * streams
         at, column, rows = at + done * stride, column + done * step, rows - done
-    a, b = _sum_of_lanes(sums, 0), _sum_of_lanes(sums, 16)
-    e, f = _sum_of_lanes(sums, 8), _sum_of_lanes(sums, 24)
-    return (a * unit + e) % PRIME, (b * unit + f) % PRIME
+    a, b = _sum_of_lanes(sums, 0) * unit, _sum_of_lanes(sums, 16) * unit
+    return (a + _sum_of_lanes(sums, 8)) % PRIME, (b + _sum_of_lanes(sums, 24)) % PRIME
 
 
 @_jit
 def _sum_of_lanes(sums: Any, first: int) -> Any:
-    """The residue of four upper halves and four lower ones."""
+    """The folded sum of four upper halves and four lower ones."""
     high = sums[first] + sums[first + 1] + sums[first + 2] + sums[first + 3]
     low = sums[first + 4] + sums[first + 5] + sums[first + 6] + sums[first + 7]
-    return (high * _CARRY + low) % PRIME
+    return _folded(high * _CARRY + low)
 
 
 @_jit
@@ -534,7 +532,7 @@ def box_sums(
             ahead = start[k + 1] - start[k]
         elif n[inner] < ahead and s[rows] != n[inner]:
             ahead = s[rows]
-        for number in range(outer):
+        for number in range(outer):  # of fewer than 2^31, each of which adds less than 2^32
             row, left, weight, other_weight = at, number, 1, 1
             for d in range(rows - 1, -1, -1):
                 i = left % n[d]
@@ -548,5 +546,5 @@ def box_sums(
                 )
             else:
                 a, b = _word_by_word(words, row, n, s, p, step, whole)
-            total, other_total = (total + _times(a, weight)) % PRIME, (other_total + _times(b, other_weight)) % PRIME
-        sums[0, k - begin], sums[1, k - begin] = total, other_total
+            total, other_total = total + _times(a, weight), other_total + _times(b, other_weight)
+        sums[0, k - begin], sums[1, k - begin] = total % PRIME, other_total % PRIME
