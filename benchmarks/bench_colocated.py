@@ -33,8 +33,9 @@ from bench_transfer import CASES, peak_bytes, prepared
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor
 from weightcast.transfer.neighbours import here, meet_neighbours
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
 from weightcast.transfer.transports.shared_memory import share_memory
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.transports.torch_group import TorchGroup
 
 WAYS = ("Gloo", "staged", "in place")
 

@@ -28,7 +28,8 @@ from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.rounds import Schedule, make_schedule
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
+from weightcast.transfer.transports.torch_group import TorchGroup
 
 BUCKET_BYTES = 512 << 20
 EXPERTS = 128

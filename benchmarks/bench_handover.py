@@ -44,8 +44,9 @@ from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.neighbours import find_neighbours
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.planner import plan_transfer
+from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
 from weightcast.transfer.transports.shared_memory import share_memory
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
 
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 512, 32
 BUCKET_BYTES = 64 << 20
@@ -200,9 +201,7 @@ def in_place(rank: int, ranks: int, store_port: int, layout: RankLayout) -> Exec
     part = parts.trainer_part("rollout-0", rank) if trainer else parts.instance_part("rollout-0", rank - ranks)
     soon = Deadline.after(SOON)
     store, labels = connect_store("127.0.0.1", store_port, soon), member_labels(part)
-    group = TorchGroup.join(
-        store, rank=part.group_rank, labels=labels, name="bench", deadline=soon, interface="127.0.0.1"
-    )
+    group = join_group(store, rank=part.group_rank, labels=labels, name="bench", deadline=soon, address="127.0.0.1")
     neighbours = find_neighbours(group, part, layout, "in_place" if trainer else None, soon)
     return Executor(part, layout, group, neighbours)
 

@@ -41,7 +41,8 @@ from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
 
 TRAINERS, INSTANCES, EP = 2, ("rollout-0", "rollout-1"), 2
 BUCKET_BYTES = 512 << 20
@@ -145,8 +146,8 @@ def _ours(rank: int, store: Any, layout: RankLayout, deadline: Deadline) -> Call
     executors = []
     for name in INSTANCES if trainer else (side,):
         part = pickle.loads(store.get(f"part {name} {side} {number}"))
-        group = TorchGroup.join(
-            store, rank=part.group_rank, labels=member_labels(part), name=name, deadline=deadline, interface="127.0.0.1"
+        group = join_group(
+            store, rank=part.group_rank, labels=member_labels(part), name=name, deadline=deadline, address="127.0.0.1"
         )
         executors.append(Executor(part, layout, group))
 

@@ -46,7 +46,8 @@ from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.transports.group import BACKENDS, join_group
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
 from weightcast.transfer.verification import Sample
 
 DTYPE = torch.bfloat16
@@ -156,12 +157,14 @@ def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayou
     return part, sides[rank]
 
 
-def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | None) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str, awex: Path | None) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(3600.0)
     store: Any = connect_store("127.0.0.1", port, soon)
     labels = ("trainer rank 0", "rollout-0 rank 0")
-    group = TorchGroup.join(store, rank=rank, labels=labels, name="bench", deadline=soon, interface="127.0.0.1")
+    group = join_group(
+        store, rank=rank, labels=labels, name="bench", deadline=soon, backend=backend, address="127.0.0.1"
+    )
     large, token = torch.ones(total, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -169,6 +172,9 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
     def limit() -> None:
         sends, receives = ([(1, large)], []) if rank == 0 else ([], [(0, large)])
         group.post(sends, receives).wait(soon)
+
+    def gloo() -> None:
+        (torch.distributed.send if rank == 0 else torch.distributed.recv)(large, 1 - rank)
 
     def meet() -> None:
         group.post([(1 - rank, token)], [(1 - rank, token.clone())]).wait(soon)
@@ -182,7 +188,8 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
 
     verification: list[str] = []
     if rank == 1:
-        print(f"{'case':<29}{'limit':>6}{'ours':>6} GB/s{'of limit':>10}{'by CPU':>8}{'Awex':>7} GB/s{'ours/Awex':>11}"
+        print(f"{'case':<29}{'limit':>6}{'Gloo':>6}{'ours':>6} GB/s{'of limit':>10}{'by CPU':>8}{'of Gloo':>9}"
+              f"{'Awex':>7} GB/s{'ours/Awex':>11}"
               f"{'prepare':>10}{'extra':>9}")  # fmt: skip
     for name, layout in CASES.items():
         if wanted not in name:
@@ -196,10 +203,11 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
         run()
         extra = peak_bytes() - before
         digester = digester_of(part, held)
-        full, ours, sampled, every = by_turns(
+        full, theirs, ours, sampled, every = by_turns(
             runs,
             meet,
             limit,
+            gloo,
             run,
             lambda digester=digester: digester.run(Sample(0)),
             digester.run,
@@ -213,10 +221,12 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, awex: Path | 
                (("limit", full), ("ours", ours), ("full", every), ("sampled", sampled))}  # fmt: skip
         if rank == 1:
             beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
-            theirs = f"{total / peer.wall / 1e9:.2f}" if peer else ""
+            speed = f"{total / peer.wall / 1e9:.2f}" if peer else ""
             print(
-                f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / ours.wall / 1e9:>6.2f}     "
-                f"{full.wall / ours.wall:>10.0%}{cpu['limit'] / cpu['ours']:>8.0%}{theirs:>7}     {beside:>11}"
+                f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / theirs.wall / 1e9:>6.2f}"
+                f"{total / ours.wall / 1e9:>6.2f}     "
+                f"{full.wall / ours.wall:>10.0%}{cpu['limit'] / cpu['ours']:>8.0%}{theirs.wall / ours.wall:>9.0%}"
+                f"{speed:>7}     {beside:>11}"
                 f"{prepare:>8.2f} s{most >> 20:>5} MiB",
                 flush=True,
             )
@@ -239,6 +249,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
     parser.add_argument("--case", default="", help="only the cases whose name has this in it")
     parser.add_argument("--runs", type=int, default=7, help="the best of so many runs counts (default 7)")
+    parser.add_argument("--backend", choices=BACKENDS[:2], default=BACKENDS[0], help="our transport (default tcp)")
     parser.add_argument("--awex", type=Path, help="folder with Awex (pip install --no-deps --target DIR awex==0.9.0)")
     parser.add_argument("--skip-load", action="store_true", help="without the second table, which needs SGLang")
     options = parser.parse_args()
@@ -247,7 +258,9 @@ def main() -> None:
     print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1, Awex {version or 'not given'}")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
     torch.multiprocessing.spawn(
-        work, (port, options.mib << 20, options.runs, options.case, options.awex if version else None), nprocs=2
+        work,
+        (port, options.mib << 20, options.runs, options.case, options.backend, options.awex if version else None),
+        nprocs=2,
     )
     del store
     if not options.skip_load:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 from fault_model import Seen, Sink, Source, fill
 
@@ -24,6 +25,7 @@ from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.membership import Member
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.runs import MemoryAt
 
 __all__ = ["PAIR", "run_engine", "run_trainer"]
 
@@ -94,10 +96,10 @@ class _Flipping:
 
     def post(self, sends: Any, receives: Any) -> Any:
         if sends and self._random is not None:
-            peer, tensor = sends[0]
-            sent = tensor.clone()
-            raw = sent.view(torch.uint8)
-            raw[self._random.randrange(raw.numel())] ^= 1 << self._random.randrange(8)
+            peer, message = sends[0]
+            places = [MemoryAt(address, (n,), "|u1", None).array() for address, n in message.rows.tolist()]
+            sent = torch.from_numpy(np.concatenate(places))
+            sent[self._random.randrange(sent.numel())] ^= 1 << self._random.randrange(8)
             sends, self._random = [(peer, sent), *sends[1:]], None  # type: ignore[assignment]
         return self._group.post(sends, receives)
 

@@ -15,7 +15,7 @@ state = "/shared/weightcast.db"      # on storage that every node sees; nothing 
 ranks = 8
 entry = "my_project.training:make_source"   # called as make_source(rank, world_size) on every rank; gives a Source
 # checkpoint = "/models/qwen3-moe"          # instead: a safetensors checkpoint is the trainer
-backend = "nccl"                     # of the communicators ("gloo")
+backend = "nccl"                     # of the communicators ("tcp")
 options = { num_gpus = 1 }           # Ray's options for the actor of each rank
 environment = { }
 restarts = 3                         # how often Ray starts a rank's actor again
@@ -77,7 +77,7 @@ class TrainerSpec:
     ranks: int
     entry: str | None = None
     checkpoint: str | None = None
-    backend: str = "gloo"
+    backend: str = "tcp"
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     restarts: int = 3

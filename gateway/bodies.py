@@ -41,7 +41,7 @@ class EngineBody(_Body):
     world_size: int = Field(ge=1, le=100_000)
     url: str = Field(default="", max_length=2048)
     pause: Literal["abort", "retract", "in_place"] = "abort"
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
     hold: bool = False
 
     def spec(self) -> EngineSpec:

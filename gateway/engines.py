@@ -41,7 +41,7 @@ class EngineSpec:
     world_size: int
     url: str = ""
     pause: PauseMode = "abort"
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
     hold: bool = False
 
 

@@ -56,7 +56,7 @@ class InstanceWorker:
         rank: int,
         world_size: int,
         token: str | None = None,
-        backend: str = "gloo",
+        backend: str = "tcp",
         address: str = "127.0.0.1",
         deadline: float | None = None,
         identity: str | None = None,

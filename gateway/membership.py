@@ -21,7 +21,9 @@ from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.neighbours import Neighbours, find_neighbours
 from weightcast.transfer.placement import RankPlacement
 from weightcast.transfer.plan import RankPart
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.transports.base import Communicator
+from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
 
 __all__ = [
     "Change",
@@ -72,7 +74,7 @@ class Member:
 
     part: RankPart
     executor: Executor | None
-    group: TorchGroup | None
+    group: Communicator | None
     neighbours: Neighbours = field(default_factory=Neighbours)
 
     def rebind(self, layout: RankLayout) -> None:
@@ -96,12 +98,12 @@ class Member:
 
 @dataclass(slots=True)
 class Run:
-    """A transfer under way. The gateway may give it up before this rank sees why: Gloo does not notice that a peer is
-    gone in the middle of a message.
+    """A transfer under way. The gateway may give it up before this rank sees why: a peer that stands still and a link
+    that is cut show in no connection.
     """
 
     epoch: int
-    group: TorchGroup
+    group: Communicator
     since: float = field(default_factory=time.monotonic)
     called_off: bool = False
 
@@ -149,14 +151,14 @@ def join(
     else:
         host, port = client.rendezvous(pair, part.instance, epoch, deadline.at)
         store = connect_store(host, port, deadline)
-    group = TorchGroup.join(
+    group = join_group(
         store,
         rank=part.group_rank,
         labels=labels,
         name=f"{pair}/{part.instance}/{epoch}",
         deadline=deadline,
         backend=backend,
-        interface=address if backend == "gloo" else "",
+        address=address,
     )
     try:
         neighbours = find_neighbours(group, part, layout, share, deadline)

@@ -47,8 +47,8 @@ class UpdateResult:
 class TrainerWorker:
     """A trainer rank's hold on its pair. All methods are called on every trainer rank, in the same order.
 
-    `backend` and `address` are those of the communicators: "gloo" or "nccl", and the address on which this rank can be
-    reached.
+    `backend` and `address` are those of the communicators: "tcp", "gloo" or "nccl", and the address on which this rank
+    can be reached.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
     unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
     are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
@@ -64,7 +64,7 @@ class TrainerWorker:
         rank: int,
         world_size: int,
         token: str | None = None,
-        backend: str = "gloo",
+        backend: str = "tcp",
         address: str = "127.0.0.1",
         deadline: float | None = None,
         share: Share = None,

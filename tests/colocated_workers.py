@@ -24,8 +24,8 @@ from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.handles import Share
 from weightcast.transfer.neighbours import Neighbours, Place, find_neighbours, meet_neighbours
 from weightcast.transfer.parts import PlanParts
+from weightcast.transfer.transports.base import Communicator
 from weightcast.transfer.transports.shared_memory import share_memory
-from weightcast.transfer.transports.torch_group import TorchGroup
 
 SOON = 20.0
 SHARES: tuple[Share, Share] = ("in_place", "staged")
@@ -39,7 +39,7 @@ def run_random_shared(
     Returns bytes checked, in messages, in place, and the most rounds of a case.
     """
     checked = messages = shared = rounds = 0
-    groups: dict[tuple[object, ...], tuple[TorchGroup, Neighbours]] = {}
+    groups: dict[tuple[object, ...], tuple[Communicator, Neighbours]] = {}
     for seed in seeds:
         case = Case.make(seed, trainer, world - trainer)
         part = case.trainer_parts[rank] if rank < trainer else case.parts[rank - trainer]

@@ -22,7 +22,7 @@ from group_support import together
 from part_support import make_parts
 from plain_support import Piece, describe_pieces
 
-from weightcast.transfer import stages
+from weightcast.transfer import stages, traffic
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.executor import Executor, member_labels
@@ -31,7 +31,9 @@ from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart, TransferPlan
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.topology import Hosts, Topology
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
+from weightcast.transfer.transports.base import Communicator
+from weightcast.transfer.transports.group import BACKENDS, join_group
+from weightcast.transfer.transports.rendezvous import connect_store
 
 POISON = 0xA5
 DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
@@ -39,11 +41,15 @@ DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (to
 Box = tuple[list[int], list[int]]
 
 
-def group_of(port: int, rank: int, labels: Sequence[str], name: str, seconds: float = 20.0) -> TorchGroup:
+def group_of(
+    port: int, rank: int, labels: Sequence[str], name: str, seconds: float = 20.0, backend: str = "tcp"
+) -> Communicator:
     torch.set_num_threads(1)
     deadline = Deadline.after(seconds)
     store = connect_store("127.0.0.1", port, deadline)
-    return TorchGroup.join(store, rank=rank, labels=labels, name=name, deadline=deadline, interface="127.0.0.1")
+    return join_group(
+        store, rank=rank, labels=labels, name=name, deadline=deadline, backend=backend, address="127.0.0.1"
+    )
 
 
 # Random layouts
@@ -197,19 +203,23 @@ def check(target: Side, source: Side, shapes: dict[str, list[int]], rank: int, v
 def run_random(
     rank: int, world: int, _: int, port: int, trainer: int, seeds: Sequence[int]
 ) -> tuple[int, int, int, int]:
-    """Two versions through every case. Returns bytes checked, received, copied, and the most rounds of a case."""
+    """Two versions through every case, by TCP and by Gloo in turn, with messages of which more or less is packed.
+
+    Returns bytes checked, received, copied, and the most rounds of a case.
+    """
     checked = received = copied = rounds = 0
-    groups: dict[tuple[int, ...], TorchGroup] = {}
+    groups: dict[tuple[tuple[int, ...], str], Communicator] = {}
     for seed in seeds:
         case = Case.make(seed, trainer, world - trainer)
         part = case.trainer_parts[rank] if rank < trainer else case.parts[rank - trainer]
         if part is None:
             continue
         layout = (case.source.layouts if part.is_trainer else case.target.layouts)[part.rank]
-        if part.trainer_ranks not in groups:
-            name = f"senders {part.trainer_ranks}"
-            groups[part.trainer_ranks] = group_of(port, part.group_rank, member_labels(part), name)
-        executor = Executor(part, layout, groups[part.trainer_ranks])
+        key = part.trainer_ranks, BACKENDS[seed % 2]
+        traffic.SPAN_BYTES = (8, 64, 1 << 11)[seed % 3]
+        if key not in groups:
+            groups[key] = group_of(port, part.group_rank, member_labels(part), f"senders {key}", backend=key[1])
+        executor = Executor(part, layout, groups[key])
         for version in (1, 2):
             if part.is_trainer:
                 case.fill(part.rank, version)
@@ -298,20 +308,20 @@ def join_and_stay(port: int, rank: int, labels: Sequence[str], name: str) -> Non
     group.close()
 
 
-def lose_a_peer(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
+def lose_a_peer(rank: int, world: int, _: int, port: int, backend: str) -> tuple[float, str]:
     """Three members; the last lives in a child of rank 1 that is killed while rank 0 waits for it."""
     labels = ("trainer rank 0", "rollout-0 rank 0", "rollout-0 rank 1")
     if rank == 1:
         child = multiprocessing.get_context("spawn").Process(
-            target=group_of, args=(port, 2, labels, "lost"), daemon=True
+            target=group_of, args=(port, 2, labels, "lost", 20.0, backend), daemon=True
         )
         child.start()
-        group = group_of(port, 1, labels, "lost")
+        group = group_of(port, 1, labels, "lost", backend=backend)
         group.post([(0, torch.zeros(64, dtype=torch.uint8))], []).wait(Deadline.after(20.0))
         os.kill(child.pid or 0, signal.SIGKILL)
         child.join()
         return 0.0, ""
-    group = group_of(port, 0, labels, "lost")
+    group = group_of(port, 0, labels, "lost", backend=backend)
     receives = [(peer, torch.zeros(64, dtype=torch.uint8)) for peer in (1, 2)]
     start = time.monotonic()
     try:
@@ -321,9 +331,9 @@ def lose_a_peer(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
     return time.monotonic() - start, "nothing was lost"
 
 
-def give_a_stopped_peer_up(rank: int, world: int, _: int, port: int) -> tuple[float, str]:
+def give_a_stopped_peer_up(rank: int, world: int, _: int, port: int, backend: str) -> tuple[float, str]:
     """Rank 1 stands still once it has asked for a large message; rank 0, which sends it, gives up after a second."""
-    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "stopped")
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "stopped", backend=backend)
     message, go = torch.zeros(64 << 20, dtype=torch.uint8), torch.zeros(1)
     if rank == 1:
         group.post([(0, go)], []).wait(Deadline.after(20.0))
@@ -347,13 +357,15 @@ def feed_two_instances(rank: int, world: int, _: int, port: int, stuck: bool) ->
 
     In the second update rollout-0 dies, or it gets stuck until all is over.
     """
-    sources = [Piece("w", (4, 1 << 16), (0, 0), torch.zeros(4, 1 << 16)), Piece("b", (), (), torch.zeros(()))]
+    # More than sockets take whose other end nobody reads.
+    shape = 8, 1 << 21
+    sources = [Piece("w", shape, (0, 0), torch.zeros(shape)), Piece("b", (), (), torch.zeros(()))]
     targets = [Piece(p.name, p.shape, p.offset, torch.zeros(p.shape, dtype=torch.bfloat16)) for p in sources]
     trainer, instance = describe_pieces(sources), describe_pieces(targets)
     names = ["rollout-0", "rollout-1"] if rank == 0 else [f"rollout-{rank - 1}"]
     executors = []
     for name in names:
-        (source,), (target,) = make_parts([trainer.table], [instance.table], 1 << 18, name)
+        (source,), (target,) = make_parts([trainer.table], [instance.table], 1 << 23, name)
         part, layout = (source, trainer) if rank == 0 else (target, instance)
         assert part is not None
         group = group_of(port, part.group_rank, member_labels(part), name)
@@ -377,10 +389,12 @@ def feed_two_instances(rank: int, world: int, _: int, port: int, stuck: bool) ->
     return outcome
 
 
-def measure_memory(rank: int, world: int, _: int, port: int, bucket_bytes: int, region_bytes: int) -> list[int]:
+def measure_memory(
+    rank: int, world: int, _: int, port: int, bucket_bytes: int, region_bytes: int, backend: str
+) -> list[int]:
     """Bytes of memory that this process gained at its peak while it prepared and ran, and in a second run; what torch
     allocated in a third; and the executor's own account."""
-    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "memory")
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), f"memory {backend}", backend=backend)
 
     def executor_of(total: int) -> Executor:
         n = region_bytes // 2
@@ -420,12 +434,12 @@ def peak() -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
 
 
-def share_a_process(rank: int, world: int, _: int, port: int) -> list[object]:
+def share_a_process(rank: int, world: int, _: int, port: int, backend: str) -> list[object]:
     """Rank 0 has a default process group, as a trainer or an engine would, and uses it before and after ours."""
     total = torch.zeros(1)
     if rank == 0:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "shared")
+    group = group_of(port, rank, ("trainer rank 0", "rollout-0 rank 0"), "shared", backend=backend)
     message = torch.full((8,), 5 * (1 - rank), dtype=torch.uint8)
     sends, receives = ([(1, message)], []) if rank == 0 else ([], [(0, message)])
     group.post(sends, receives).wait(Deadline.after(20.0))

@@ -7,19 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store, open_store
+from weightcast.transfer.transports.base import Communicator
+from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
 
 __all__ = ["join_all", "together"]
 
 
-def join_all(labels: Sequence[str], name: str = "rollout-0") -> list[TorchGroup]:
+def join_all(labels: Sequence[str], name: str = "rollout-0", backend: str = "tcp") -> list[Communicator]:
     """All members of a new group, by group rank."""
     deadline = Deadline.after(20.0)
     _, port = first = open_store("127.0.0.1", deadline)
 
-    def join(rank: int) -> TorchGroup:
+    def join(rank: int) -> Communicator:
         store = first[0] if rank == 0 else connect_store("127.0.0.1", port, deadline)
-        return TorchGroup.join(store, rank=rank, labels=labels, name=name, deadline=deadline, interface="127.0.0.1")
+        return join_group(
+            store, rank=rank, labels=labels, name=name, deadline=deadline, backend=backend, address="127.0.0.1"
+        )
 
     return together(*(lambda rank=rank: join(rank) for rank in range(len(labels))))
 

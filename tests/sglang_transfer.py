@@ -20,7 +20,8 @@ from weightcast.transfer.layout import RankLayout, RankReport
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.transports.torch_group import TorchGroup, connect_store
+from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.rendezvous import connect_store
 
 __all__ = ["parts_of", "receive", "repeated_bytes", "train"]
 
@@ -67,13 +68,13 @@ def receive(port: int, layout: RankLayout, report: RankReport) -> TransferReport
 
 
 def _run(store: Any, layout: RankLayout, part: RankPart, deadline: Deadline) -> TransferReport:
-    group = TorchGroup.join(
+    group = join_group(
         store,
         rank=part.group_rank,
         labels=member_labels(part),
         name=part.instance,
         deadline=deadline,
-        interface="127.0.0.1",
+        address="127.0.0.1",
     )
     try:
         return Executor(part, layout, group).run(deadline)

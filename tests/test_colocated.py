@@ -17,7 +17,7 @@ from spawn_support import run_ranks
 
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.transports.torch_group import open_store
+from weightcast.transfer.transports.rendezvous import open_store
 
 
 @pytest.fixture

@@ -23,9 +23,8 @@ from weightcast.transfer.executor import Executor, TransferReport, member_labels
 from weightcast.transfer.handles import Offer, Share
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.neighbours import NOWHERE, Place, find_neighbours, here, meet_neighbours
-from weightcast.transfer.transports.base import Exchange, Message
+from weightcast.transfer.transports.base import Communicator, Exchange, Message
 from weightcast.transfer.transports.shared_memory import share_memory
-from weightcast.transfer.transports.torch_group import TorchGroup
 
 Boxes = Sequence[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
 SOON = 10.0
@@ -34,12 +33,13 @@ SOON = 10.0
 class Counted:
     """A communicator that counts the bytes it is given to send."""
 
-    def __init__(self, group: TorchGroup) -> None:
+    def __init__(self, group: Communicator) -> None:
         self._group, self.sent = group, 0
         self.rank, self.size, self.device = group.rank, group.size, group.device
+        self.scatters, self.buffers = group.scatters, group.buffers
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        self.sent += sum(tensor.nbytes for _, tensor in sends)
+        self.sent += sum(message.nbytes for _, message in sends)
         return self._group.post(sends, receives)
 
     def abort(self) -> None:

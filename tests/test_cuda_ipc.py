@@ -16,7 +16,7 @@ from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.handles import Share
 from weightcast.transfer.neighbours import find_neighbours
-from weightcast.transfer.transports.torch_group import open_store
+from weightcast.transfer.transports.rendezvous import open_store
 
 pytestmark = [
     pytest.mark.gpu,

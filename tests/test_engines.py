@@ -115,7 +115,7 @@ def test_a_whole_update(pause: PauseMode, flushes: bool) -> None:
                 "rank_offset": 0,
                 "world_size": 2,
                 "group_name": GROUP,
-                "backend": "gloo",
+                "backend": "tcp",
             },
         ),
         ("/pause_generation", {"mode": pause}),

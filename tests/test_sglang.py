@@ -17,7 +17,7 @@ from weightcast.transfer.audit import audit_shared_dispatch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import AgreementError
 from weightcast.transfer.layout import NO_SLOT, RankReport
-from weightcast.transfer.transports.torch_group import open_store
+from weightcast.transfer.transports.rendezvous import open_store
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 

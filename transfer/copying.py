@@ -59,7 +59,8 @@ def make_copies(
     """Adds copies that came from `join` to the batches that `batch` (k,) names.
 
     They go from side 0 to side 1. `tensors` are the flat tensors of the sides, by base. Where a side is `packed` its
-    tensors are messages, a group each, which the copies empty or fill in order. `scratch` has SCRATCH_BYTES.
+    tensors are messages, a group each, which the copies empty or fill in order, or some of it. `scratch` has
+    SCRATCH_BYTES.
     """
     left = ~_add_steps(copies, tensors, packed, batches, batch, scratch)
     views = [strided_views(tensors[side], copies.take(left), side) for side in (0, 1)]
@@ -67,7 +68,7 @@ def make_copies(
     for message, some in groupby(rows, key=lambda row: int(copies.group[row[0]])):
         numbers, sources, targets = (list(column) for column in zip(*some, strict=True))
         into = batches[int(batch[numbers[0]])]
-        whole = packed == 1 and len(numbers) == np.count_nonzero(copies.group == message)
+        whole = packed == 1 and sum(source.numel() for source in sources) == tensors[1][message].numel()
         if whole and all(_joins(source, tensors[1][message]) for source in sources):
             into.joins.append((tensors[1][message], sources))
         else:

@@ -109,7 +109,7 @@ class Executor:
         self._layout, self._device = layout, device_of(layout)
         self._group = group
         self._shared = share(part, layout, group, neighbours or Neighbours(), member_labels(part))
-        self._schedule = make_schedule(self._shared.left, layout, group.device)
+        self._schedule = make_schedule(self._shared.left, layout, group.device, group.scatters)
 
     @property
     def staging_bytes(self) -> int:
@@ -152,6 +152,9 @@ class Executor:
             under_way.append((number, self._group.post(step.sends, step.receives)))
         while under_way:
             self._finish(*under_way.popleft(), deadline, watch)
+        if self._group.buffers:
+            self._confirm(deadline)
+            watch.charge("exchange")
         self._shared.finish(deadline)
         watch.charge("shared")
         schedule.replicate.run()
@@ -173,6 +176,15 @@ class Executor:
         rounds[number].unpack.run()
         watch.charge("unpack")
         watch.advance(rounds[number].nbytes)
+
+    def _confirm(self, deadline: Deadline) -> None:
+        """Tells who sent that everything is here, and hears it from who received: networks take bytes for the dead."""
+        said = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in self._schedule.senders]
+        heard = [(peer, torch.zeros(1, dtype=torch.uint8)) for peer in self._schedule.receivers]
+        try:
+            self._group.post(said, heard).wait(deadline)
+        except TransferError as error:
+            raise type(error)(f"{error}, a byte that says that everything has arrived") from error
 
 
 class _Watch:

@@ -5,20 +5,23 @@ Everything here is worked out once, so that a run makes no view and allocates no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from weightcast.transfer.copying import CopyBatch, make_copies, strided_views
-from weightcast.transfer.dtypes import dtype_name, to_torch
+from weightcast.transfer.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.layout import IntArray, RankLayout
 from weightcast.transfer.messages import IN_FLIGHT, shape_order
 from weightcast.transfer.plan import Kind, RankPart
 from weightcast.transfer.runs import SCRATCH_BYTES
-from weightcast.transfer.strided import StridedCopies, join
+from weightcast.transfer.strided import StridedCopies, join, unroll
 from weightcast.transfer.traffic import MEMORY, WIRE, Traffic, check_operations, find_traffic, in_memory
 from weightcast.transfer.transports.base import Message
+from weightcast.transfer.transports.spans import Spans
 
 __all__ = ["Round", "Schedule", "make_rounds", "make_schedule", "place_messages"]
 
@@ -45,32 +48,37 @@ class Schedule:
     """All rounds of one rank, and what follows them.
 
     `staging` holds every message that does not move straight from or to a parameter. Rounds share it in turn: as many
-    as may be in flight have a part each.
+    as may be in flight have a part each. `receivers` and `senders` are the peers that get messages, and give them.
     """
 
     rounds: list[Round]
     replicate: CopyBatch
     staging: torch.Tensor
+    receivers: list[int]
+    senders: list[int]
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
 
 
-def make_schedule(part: RankPart, layout: RankLayout, device: torch.device) -> Schedule:
-    """The rounds of `part` over the memory of `layout`, with messages on `device`. Raises PlanError.
+def make_schedule(part: RankPart, layout: RankLayout, device: torch.device, scatters: bool) -> Schedule:
+    """The rounds of `part` over the memory of `layout`, with messages on `device`, or Spans where the transport
+    `scatters`. Raises PlanError.
 
     Staging memory stays within `part.bucket_bytes`, but for at most 64 bytes a message and SCRATCH_BYTES.
     """
     check_operations(part, layout)
-    traffic = find_traffic(part, layout, device)
+    traffic = find_traffic(part, layout, device, scatters=scatters)
     staging_bytes, places = place_messages(traffic)
     staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = make_rounds(traffic, layout, staging, places, scratch)
+        rounds = make_rounds(traffic, layout, staging, places, scratch, scatters)
         replicate, bytes_copied = _replication(part, layout, scratch)
-    sent, received = (int(traffic.nbytes[some].sum()) for some in (traffic.leaves, ~traffic.leaves))
-    return Schedule(rounds, replicate, staging, sent, received, bytes_copied)
+    ways = (traffic.leaves, ~traffic.leaves)
+    receivers, senders = (np.unique(traffic.peer[way]).tolist() for way in ways)
+    sent, received = (int(traffic.nbytes[way].sum()) for way in ways)
+    return Schedule(rounds, replicate, staging, receivers, senders, sent, received, bytes_copied)
 
 
 def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
@@ -90,34 +98,65 @@ def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
 
 
 def make_rounds(
-    traffic: Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
+    traffic: Traffic,
+    layout: RankLayout,
+    staging: torch.Tensor,
+    places: IntArray,
+    scratch: torch.Tensor,
+    scatters: bool = False,
 ) -> list[Round]:
-    """The tensors of every round."""
+    """The messages and copies of every round. `scratch` has SCRATCH_BYTES."""
     bases = layout.memory.bases
-    is_straight = traffic.straight[traffic.copies.group]
-    straight = iter(strided_views(bases, traffic.copies.take(is_straight), MEMORY))
-    tensors: list[torch.Tensor] = []
     columns = (traffic.straight, places, traffic.nbytes, traffic.dtype)
-    for whole, place, nbytes, code in zip(*(c.tolist() for c in columns), strict=True):
-        in_staging = staging[place : place + nbytes].view(to_torch(dtype_name(code)))
-        tensors.append(next(straight) if whole else in_staging)
-
+    staged = [
+        staging[place : place + (0 if straight else nbytes)].view(to_torch(dtype_name(code)))
+        for straight, place, nbytes, code in zip(*(c.tolist() for c in columns), strict=True)
+    ]
     rounds = [Round(CopyBatch(), [], [], CopyBatch()) for _ in range(int(traffic.round.max(initial=-1)) + 1)]
     leaves = traffic.leaves[traffic.copies.group]
-    packed = traffic.copies.take(~is_straight & leaves)
-    make_copies(packed, (bases, tensors), WIRE, [r.pack for r in rounds], traffic.round[packed.group], scratch)
+    packed = traffic.copies.take(~traffic.direct & leaves)
+    make_copies(packed, (bases, staged), WIRE, [r.pack for r in rounds], traffic.round[packed.group], scratch)
     # The side that is read comes first.
-    unpacked = traffic.copies.take(~is_straight & ~leaves).turned()
-    make_copies(unpacked, (tensors, bases), 0, [r.unpack for r in rounds], traffic.round[unpacked.group], scratch)
+    unpacked = traffic.copies.take(~traffic.direct & ~leaves).turned()
+    make_copies(unpacked, (staged, bases), 0, [r.unpack for r in rounds], traffic.round[unpacked.group], scratch)
+    messages: Sequence[torch.Tensor | Spans] = (
+        _spans(traffic, layout, staged) if scatters else _tensors(traffic, layout, staged)
+    )
     # In each round, messages to one peer keep their order: both ends post them alike.
     ways = (traffic.peer.tolist(), traffic.leaves.tolist(), traffic.round.tolist())
-    for tensor, peer, leaving, at in zip(tensors, *ways, strict=True):
-        # Bytes, so that every dtype travels over every backend.
-        (rounds[at].sends if leaving else rounds[at].receives).append((peer, tensor.view(torch.uint8)))
-        rounds[at].nbytes += tensor.nbytes
+    for message, peer, leaving, at in zip(messages, *ways, strict=True):
+        (rounds[at].sends if leaving else rounds[at].receives).append((peer, message))
+        rounds[at].nbytes += message.nbytes
     for at, after in _dependencies(traffic):
         rounds[at].after = after
     return rounds
+
+
+def _tensors(traffic: Traffic, layout: RankLayout, staged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each message as one tensor, of bytes so that every dtype travels over every backend."""
+    straight = iter(strided_views(layout.memory.bases, traffic.copies.take(traffic.direct), MEMORY))
+    found = [
+        next(straight) if whole else tensor for whole, tensor in zip(traffic.straight.tolist(), staged, strict=True)
+    ]
+    return [tensor.view(torch.uint8) for tensor in found]
+
+
+def _spans(traffic: Traffic, layout: RankLayout, staged: Sequence[torch.Tensor]) -> list[Spans]:
+    """Each message as the places where it lies: runs of memory, and of staging memory for what is packed."""
+    copies, held, packed = traffic.copies, np.flatnonzero(traffic.direct), np.flatnonzero(~traffic.direct)
+    itemsize = ITEMSIZE[traffic.dtype[copies.group]]
+    memory, staging = (
+        np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64) for tensors in (layout.memory.bases, staged)
+    )
+    run, first = unroll(copies, held)
+    copy = np.concatenate([run, packed])
+    address = np.concatenate([memory[copies.base[run, MEMORY]], staging[copies.group[packed]]])
+    address += np.concatenate([first[:, MEMORY], copies.start[packed, WIRE]]) * itemsize[copy]
+    nbytes = np.concatenate([copies.size[run, -1], copies.size[packed].prod(axis=1)]) * itemsize[copy]
+    order = np.argsort(copy, kind="stable")
+    address, nbytes = address[order], nbytes[order]
+    edges = np.searchsorted(copies.group[copy[order]], np.arange(len(staged) + 1)).tolist()
+    return [Spans.of(address[begin:end], nbytes[begin:end]) for begin, end in pairwise(edges)]
 
 
 def _dependencies(traffic: Traffic) -> list[tuple[int, int]]:

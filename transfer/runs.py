@@ -22,7 +22,7 @@ import torch
 
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.spacing import find_stretches
-from weightcast.transfer.strided import BoolArray, StridedCopies
+from weightcast.transfer.strided import BoolArray, StridedCopies, unroll
 
 __all__ = ["SCRATCH_BYTES", "MemoryAt", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
 
@@ -73,12 +73,7 @@ def find_runs(
     long = inner * itemsize.min(axis=1) >= _LONG_BYTES
     some = (count <= _FEW) | (long & (packed is not None))
     rows = np.flatnonzero(allowed & whole & some)
-    copy = np.repeat(rows, count[rows])
-    index = np.arange(len(copy)) - np.repeat(np.cumsum(count[rows]) - count[rows], count[rows])
-    start = copies.start[copy]
-    for d in reversed(range(copies.size.shape[1] - 1)):
-        start += (index % copies.size[copy, d])[:, None] * copies.stride[copy, d]
-        index //= copies.size[copy, d]
+    copy, start = unroll(copies, rows)
     return Runs(copy, origin[copy] + start * itemsize[copy], inner[copy])
 
 

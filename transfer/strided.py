@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from weightcast.transfer.layout import IntArray
 
-__all__ = ["StridedCopies", "contiguous_strides", "join"]
+__all__ = ["StridedCopies", "contiguous_strides", "join", "unroll"]
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -67,6 +67,21 @@ def contiguous_strides(size: IntArray) -> IntArray:
     inner = np.ones_like(size)
     inner[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
     return inner
+
+
+def unroll(copies: StridedCopies, rows: IntArray) -> tuple[IntArray, IntArray]:
+    """What is left of the copies `rows` without all dimensions but the innermost, in row-major order.
+
+    (r,) the copy of each, and (r, 2) the element at which it starts on both sides.
+    """
+    count = copies.size[rows, :-1].prod(axis=1)
+    copy = np.repeat(rows, count)
+    index = np.arange(len(copy)) - np.repeat(np.cumsum(count) - count, count)
+    start = copies.start[copy]
+    for d in reversed(range(copies.size.shape[1] - 1)):
+        start += (index % copies.size[copy, d])[:, None] * copies.stride[copy, d]
+        index //= copies.size[copy, d]
+    return copy, start
 
 
 def join(copies: StridedCopies) -> StridedCopies:

@@ -1,1 +1,1 @@
-"""Groups that carry the bytes: torch.distributed (NCCL, Gloo)."""
+"""Groups that carry the bytes: TCP between CPUs, torch.distributed (NCCL, Gloo), memory of one host."""

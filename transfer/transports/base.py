@@ -10,10 +10,12 @@ from weightcast.transfer.deadline import Deadline
 if TYPE_CHECKING:
     import torch
 
+    from weightcast.transfer.transports.spans import Spans
+
 __all__ = ["Communicator", "Exchange", "Message"]
 
-Message = tuple[int, "torch.Tensor"]
-"""A peer by its group rank, and the contiguous memory that is sent to it or filled by it."""
+Message = tuple[int, "torch.Tensor | Spans"]
+"""A peer by its group rank, and the memory that is sent to it or filled by it: a contiguous tensor, or many places."""
 
 
 class Exchange(Protocol):
@@ -45,6 +47,16 @@ class Communicator(Protocol):
     @property
     def device(self) -> torch.device:
         """Where messages must lie."""
+        ...
+
+    @property
+    def scatters(self) -> bool:
+        """Whether messages may be Spans."""
+        ...
+
+    @property
+    def buffers(self) -> bool:
+        """Whether what is sent may be through before the peer has asked for it."""
         ...
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:

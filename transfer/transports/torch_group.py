@@ -3,8 +3,6 @@
 A group is built from the backend's own class on a store of ours. The default process group is neither used nor needed,
 so a group lives beside whatever the trainer or the engine has set up, and comes and goes without them.
 
-    store, port = open_store("10.0.0.7", deadline)        # member 0; the control plane carries host and port
-    store = connect_store("10.0.0.7", port, deadline)     # everyone else
     group = TorchGroup.join(store, rank=rank, labels=labels, name="rollout-0", deadline=deadline)
 """
 
@@ -13,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import re
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,14 +22,17 @@ import torch
 import torch.distributed
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, TransferError
+from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports.base import Exchange, Message
+from weightcast.transfer.transports.naming import Left, Naming
+from weightcast.transfer.transports.rendezvous import meet, one_line
+from weightcast.transfer.transports.spans import Spans
 from weightcast.transfer.transports.waiter import Waiter
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["TorchGroup", "connect_store", "open_store"]
+__all__ = ["TorchGroup"]
 
 # What we need of it is exported at run time, but not declared.
 _distributed: Any = torch.distributed
@@ -43,52 +42,17 @@ _PROBE = timedelta(milliseconds=1)
 _POLL_SECONDS = 0.005
 
 
-def open_store(host: str, deadline: Deadline) -> tuple[Store, int]:
-    """Opens the store that members meet at, on a free port of the address `host` only. Returns it and the port.
-
-    Called by member 0, which keeps the store for as long as anyone may join. One store serves one attempt to connect.
-    """
-    try:
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, 0), family=family)
-    except OSError as error:
-        raise TransferError(f"cannot listen on {host!r}: {error}; give an address of this host") from error
-    port = int(listener.getsockname()[1])
-    # The store listens on every address unless it is handed a socket.
-    store = _distributed.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=deadline.wait_time(),
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
-
-
-def connect_store(host: str, port: int, deadline: Deadline) -> Store:
-    """The store that member 0 opened. Raises DeadlineError when nobody answers there."""
-    try:
-        store: Store = _distributed.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=deadline.wait_time()
-        )
-        return store
-    except RuntimeError as error:
-        raise DeadlineError(
-            f"no store answers at {host}:{port} within {deadline.seconds:g} s ({_one_line(error)}); "
-            "is member 0 of the group alive?"
-        ) from error
-
-
 class TorchGroup:
     """A communicator of the members that `labels` lists, over Gloo or NCCL. Made by `join`."""
+
+    scatters = buffers = False
 
     def __init__(self, backend: Any, rank: int, labels: Sequence[str], name: str, device: torch.device) -> None:
         self.rank = rank
         self.size = len(labels)
         self.name = name
         self.device = device
-        self._labels = tuple(labels)
+        self._naming = Naming(name, tuple(labels), rank)
         self._backend = backend
         self._usable = True
         self._waiter = Waiter()
@@ -115,7 +79,7 @@ class TorchGroup:
         choice (GLOO_SOCKET_IFNAME or the host's name). Raises DeadlineError naming who did not come.
         """
         scoped = _distributed.PrefixStore(f"weightcast/{name}", store)
-        _meet(scoped, rank, labels, name, deadline)
+        meet(scoped, rank, labels, name, deadline)
         try:
             if backend == "gloo":
                 device = device or torch.device("cpu")
@@ -126,7 +90,7 @@ class TorchGroup:
             else:
                 raise TransferError(f"{name}: backend {backend!r} is not known; known are gloo and nccl")
         except RuntimeError as error:
-            raise TransferError(f"{name}: {labels[rank]} cannot connect over {backend}: {_one_line(error)}") from error
+            raise TransferError(f"{name}: {labels[rank]} cannot connect over {backend}: {one_line(error)}") from error
         group = cls(made, rank, labels, name, device)
         if device.type == "cuda":
             group._connect_all(deadline)
@@ -135,9 +99,9 @@ class TorchGroup:
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """See Communicator.post."""
         if not self._usable:
-            raise TransferError(f"{self.name}: the group of {self._labels[self.rank]} was closed; connect again")
-        legs = [_Leg(peer, "send", tensor) for peer, tensor in sends]
-        legs += [_Leg(peer, "receive", tensor) for peer, tensor in receives]
+            raise self._naming.closed()
+        legs = [_Leg(peer, "send", self._whole(message)) for peer, message in sends]
+        legs += [_Leg(peer, "receive", self._whole(message)) for peer, message in receives]
         if self.device.type == "cuda":
             return _QueuedExchange(self, legs, self._start_together(legs))
         return _WaitedExchange(self, legs, [self._start(leg) for leg in legs])
@@ -171,6 +135,11 @@ class TorchGroup:
         self._backend, self._usable = None, False
         self._waiter.give_up()
 
+    def _whole(self, message: torch.Tensor | Spans) -> torch.Tensor:
+        if isinstance(message, torch.Tensor):
+            return message
+        raise TransferError(f"{self.name}: messages of this backend are tensors, found {len(message.rows)} places")
+
     def _start(self, leg: _Leg) -> Any:
         backend = self._backend
         if backend is None:  # aborted from another thread
@@ -198,27 +167,10 @@ class TorchGroup:
         _QueuedExchange(self, everyone, work).wait(deadline)
 
     def _lost(self, legs: Sequence[_Leg], cause: object) -> TransferError:
-        if not self._usable:
-            return TransferError(f"{self.name}: the group of {self._labels[self.rank]} was aborted")
-        return TransferError(
-            f"{self.name}: {self._labels[self.rank]} lost its connection to {self._describe(legs)}: {_one_line(cause)}"
-        )
+        return self._naming.lost(_left(legs), cause) if self._usable else self._naming.aborted()
 
     def _late(self, legs: Sequence[_Leg], deadline: Deadline) -> TransferError:
-        if not self._usable:
-            return self._lost(legs, "")
-        return DeadlineError(
-            f"{self.name}: {self._labels[self.rank]} waited {deadline.seconds:g} s and still misses "
-            f"{self._describe(legs)}"
-        )
-
-    def _describe(self, legs: Sequence[_Leg]) -> str:
-        """trainer rank 0 (4096 bytes to receive), rollout-0 rank 1 (8 bytes to send)"""
-        left: dict[tuple[int, str], int] = {}
-        for leg in legs:
-            key = (leg.peer, leg.direction)
-            left[key] = left.get(key, 0) + leg.tensor.nbytes
-        return ", ".join(f"{self._labels[peer]} ({n} bytes to {direction})" for (peer, direction), n in left.items())
+        return self._naming.late(_left(legs), deadline) if self._usable else self._naming.aborted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +180,10 @@ class _Leg:
     peer: int
     direction: str
     tensor: torch.Tensor
+
+
+def _left(legs: Sequence[_Leg]) -> list[Left]:
+    return [(leg.peer, leg.direction, leg.tensor.nbytes) for leg in legs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,24 +234,6 @@ class _QueuedExchange:
         self.work.wait()
 
 
-def _meet(store: Store, rank: int, labels: Sequence[str], name: str, deadline: Deadline) -> None:
-    """Returns when every member has said in the store that it is here."""
-    try:
-        store.set(f"here/{rank}", labels[rank])
-        missing = list(range(len(labels)))
-        while missing:
-            missing = [member for member in missing if not store.check([f"here/{member}"])]
-            if missing and deadline.expired:
-                raise DeadlineError(
-                    f"{name}: {labels[rank]} waited {deadline.seconds:g} s for "
-                    f"{', '.join(labels[m] for m in missing)} to join"
-                )
-            if missing:
-                time.sleep(_POLL_SECONDS)
-    except RuntimeError as error:
-        raise TransferError(f"{name}: {labels[rank]} lost the store of {labels[0]}: {_one_line(error)}") from error
-
-
 def _gloo(store: Store, rank: int, size: int, deadline: Deadline, interface: str) -> Any:
     gloo = _distributed.ProcessGroupGloo
     options = gloo._Options()
@@ -343,9 +281,3 @@ def _timed_out(error: RuntimeError) -> bool:
     """Whether Gloo gave up on time, for this message or because another one did; else the connection failed."""
     text = str(error)
     return "Timed out" in text or "Application timeout" in text
-
-
-def _one_line(cause: object) -> str:
-    """A message of torch without the place in its source that it begins with, and without its advice."""
-    text = re.sub(r"^\[[^]]*:\d+\] ", "", " ".join(str(cause).split()))
-    return text.split(" This is typically caused")[0][:300]

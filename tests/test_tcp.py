@@ -1,0 +1,295 @@
+"""What is particular to groups over TCP. What all groups do is in test_groups.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from group_support import join_all, together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import TransferError
+from weightcast.transfer.transports import handshake, spans
+from weightcast.transfer.transports.base import Communicator
+from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.transports.naming import Naming
+from weightcast.transfer.transports.pump import Pump
+from weightcast.transfer.transports.rendezvous import connect_store, open_store
+from weightcast.transfer.transports.spans import Spans
+from weightcast.transfer.transports.tcp import TcpGroup
+
+PAIR = ("trainer rank 0", "rollout-0 rank 0")
+
+
+def soon(seconds: float = 10.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+def bytes_of(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8))
+
+
+def spans_in(memory: torch.Tensor, places: Sequence[tuple[int, int]]) -> Spans:
+    start, nbytes = (np.array(column, dtype=np.int64) for column in zip(*places, strict=True))
+    return Spans.of(memory.data_ptr() + start, nbytes)
+
+
+def pair() -> list[Communicator]:
+    return join_all(PAIR)
+
+
+# ---- spans
+
+
+def test_spans_that_continue_each_other_are_one_and_empty_ones_none() -> None:
+    found = Spans.of(np.array([100, 104, 90, 200, 108]), np.array([4, 4, 0, 8, 1]))
+    assert found.rows.tolist() == [[100, 8], [200, 8], [108, 1]]
+    assert found.ends.tolist() == [8, 16, 17]
+    assert found.nbytes == 17
+    none = Spans.of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    assert (none.rows.shape, none.nbytes) == ((0, 2), 0)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
+    """Pieces that tile `total` bytes, in some order: (start, length)."""
+    at = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=12))})
+    pieces = [(a, b - a) for a, b in pairwise(at)]
+    return draw(st.permutations(pieces)) if pieces else [(0, 0)]
+
+
+# ---- messages
+
+
+@given(data=st.data(), totals=st.lists(st.integers(0, 20_000), max_size=4), call=st.sampled_from([64, 4096]))
+@settings(max_examples=60, deadline=None)
+def test_messages_lie_anywhere_at_both_ends(
+    data: st.DataObject, totals: list[int], call: int, two: list[Communicator]
+) -> None:
+    """Whatever a message is cut into at either end, and however little goes in one call."""
+    sends, receives, checks = [], [], []
+    for number, total in enumerate(totals):
+        out, into = bytes_of(total, number), torch.zeros(total, dtype=torch.uint8)
+        given_out, given_in = (data.draw(cuts(total)) for _ in range(2))
+        sends.append((1, spans_in(out, given_out)))
+        receives.append((0, spans_in(into, given_in)))
+        checks.append((out, given_out, into, given_in))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "_CALL_BYTES", call)
+        together(lambda: two[0].post(sends, []).wait(soon()), lambda: two[1].post([], receives).wait(soon()))
+    for out, given_out, into, given_in in checks:
+        wire, arrived = (torch.cat([t[a : a + n] for a, n in places]) for t, places in
+                         ((out, given_out), (into, given_in)))  # fmt: skip
+        assert torch.equal(wire, arrived)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[Communicator]:
+    return pair()
+
+
+def test_more_places_than_one_call_takes() -> None:
+    groups, n = pair(), 5000
+    assert n > spans._MOST_ROWS
+    out, into = bytes_of(2 * n * 16).view(2 * n, 16), torch.zeros(2 * n, 16, dtype=torch.uint8)
+    order = np.random.default_rng(1).permutation(n)
+    sends = Spans.of(out.data_ptr() + 32 * np.arange(n), np.full(n, 16))
+    receives = Spans.of(into.data_ptr() + 32 * order, np.full(n, 16))
+    together(
+        lambda: groups[0].post([(1, sends)], []).wait(soon()), lambda: groups[1].post([], [(0, receives)]).wait(soon())
+    )
+    assert torch.equal(into[2 * torch.from_numpy(order)], out[::2])
+    assert not into[1::2].any(), "something was written beside"
+
+
+def test_much_goes_both_ways_at_once() -> None:
+    """Neither end reads before it has sent in a thread of its own: sockets are full in both directions."""
+    groups, n = pair(), 48 << 20
+    out, into = [bytes_of(n, seed) for seed in (1, 2)], [torch.zeros(n, dtype=torch.uint8) for _ in range(2)]
+
+    def swap(me: int) -> None:
+        groups[me].post([(1 - me, out[me])], [(1 - me, into[me])]).wait(soon(30.0))
+
+    together(lambda: swap(0), lambda: swap(1))
+    assert torch.equal(into[0], out[1])
+    assert torch.equal(into[1], out[0])
+
+
+def test_a_message_is_told_though_the_next_is_not_sent_before_an_answer() -> None:
+    """A connection must not be left unread until there is enough for two messages."""
+    groups = pair()
+    first, second, answer = (torch.zeros(n, dtype=torch.uint8) for n in (8, 4 << 20, 8))
+
+    def ask() -> None:
+        posted = [groups[0].post([], [(1, message)]) for message in (first, second)]
+        posted[0].wait(soon(5.0))
+        groups[0].post([(1, answer)], []).wait(soon(5.0))
+        posted[1].wait(soon(5.0))
+
+    def reply() -> None:
+        groups[1].post([(0, bytes_of(8))], []).wait(soon(5.0))
+        groups[1].post([], [(0, answer.clone())]).wait(soon(5.0))
+        groups[1].post([(0, bytes_of(4 << 20))], []).wait(soon(5.0))
+
+    assert together(ask, reply) == [None, None]
+    assert torch.equal(second, bytes_of(4 << 20))
+
+
+def test_ends_that_do_not_run_one_plan_notice() -> None:
+    groups = pair()
+    into = torch.zeros(16, dtype=torch.uint8)
+    _, error = together(
+        lambda: groups[0].post([(1, bytes_of(24))], []).wait(soon(3.0)),
+        lambda: groups[1].post([], [(0, into)]).wait(soon(3.0)),
+    )
+    assert type(error) is TransferError
+    assert "lost its connection to trainer rank 0" in str(error)
+    assert "expected message 0 of 16 bytes, found message 0 of 24; the two ends do not run the same plan" in str(error)
+
+
+def test_nothing_is_written_after_an_abort() -> None:
+    groups, n = pair(), 64 << 20
+    into = torch.zeros(n, dtype=torch.uint8)
+    groups[1].post([], [(0, into)])
+    groups[0].post([(1, torch.ones(n, dtype=torch.uint8))], [])
+    while not into[0]:
+        time.sleep(0.001)
+    threads = [thread for thread in threading.enumerate() if thread.name == "weightcast-tcp rollout-0"]
+    groups[1].abort()
+    assert sum(thread.is_alive() for thread in threads) == len(threads) - 1
+    seen = into.clone()
+    assert not seen.all(), "all of it arrived before: too little to see"
+    time.sleep(0.3)
+    assert torch.equal(into, seen)
+
+
+def test_a_peer_that_left_is_noticed_though_the_socket_takes_what_is_sent() -> None:
+    groups = pair()
+    groups[1].close()
+    with pytest.raises(TransferError, match=r"lost its connection to rollout-0 rank 0 \(64 bytes to send\)"):
+        groups[0].post([(1, bytes_of(64))], []).wait(soon(5.0))
+    with pytest.raises(TransferError, match="lost its connection"):
+        groups[0].post([(1, bytes_of(64))], []).wait(soon(5.0))
+
+
+def test_what_was_sent_arrives_though_the_sender_leaves() -> None:
+    groups, into = pair(), torch.zeros(1 << 16, dtype=torch.uint8)
+    groups[0].post([(1, bytes_of(1 << 16))], []).wait(soon())
+    groups[0].close()
+    groups[1].post([], [(0, into)]).wait(soon())
+    assert torch.equal(into, bytes_of(1 << 16))
+
+
+def test_who_posts_while_the_thread_ends_does_not_wait_for_ever() -> None:
+    ends = socket.socketpair()
+    pump = Pump({1: ends[0]}, Naming("x", PAIR, 0))
+    pump.start()
+    pump.stop()
+    pump.join()
+    with ends[1], pytest.raises(TransferError, match="the group of trainer rank 0 was aborted"):
+        pump.post([], [(1, bytes_of(8))]).wait(soon(2.0))
+
+
+def test_groups_leave_no_thread_and_no_descriptor() -> None:
+    def held() -> tuple[int, int]:
+        gc.collect()
+        time.sleep(0.5)
+        return len(os.listdir("/proc/self/fd")), sum(t.name.startswith("weightcast-tcp") for t in threading.enumerate())
+
+    before = held()
+    for _ in range(5):
+        groups = pair()
+        groups[0].close()  # the other is dropped
+        del groups
+    after = held()
+    assert after[0] <= before[0]
+    assert after[1] <= before[1]
+
+
+# ---- joining
+
+
+def join_two(monkeypatch: pytest.MonkeyPatch, disturb: object, seconds: float) -> list[object]:
+    """Two members join while somebody else connects to where member 0 listens."""
+    listen = handshake.listen
+
+    def watched(host: str) -> socket.socket:
+        listener = listen(host)
+        threading.Thread(target=disturb, args=(listener.getsockname(),), daemon=True).start()  # type: ignore[arg-type]
+        time.sleep(0.2)
+        return listener
+
+    monkeypatch.setattr(handshake, "listen", watched)
+    store, port = open_store("127.0.0.1", soon())
+
+    def join(rank: int) -> Communicator:
+        here = store if rank == 0 else connect_store("127.0.0.1", port, soon())
+        return join_group(here, rank=rank, labels=PAIR, name="x", deadline=soon(seconds), address="127.0.0.1")
+
+    return together(lambda: join(0), lambda: join(1))
+
+
+@pytest.mark.parametrize("said", [b"", b"short", b"x" * 4096, b"x" * 16 + b"\0\0\0\1"])
+def test_strangers_are_turned_away_while_members_join(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    kept: list[socket.socket] = []
+
+    def disturb(address: tuple[str, int]) -> None:
+        for _ in range(20):
+            with suppress(OSError):  # the last member waits for nobody and closes
+                stranger = socket.create_connection(address[:2])
+                kept.append(stranger)
+                stranger.sendall(said)
+
+    groups = join_two(monkeypatch, disturb, 10.0)
+    assert [type(group) for group in groups] == [TcpGroup, TcpGroup]
+    into = torch.zeros(8, dtype=torch.uint8)
+    one, other = groups
+    together(lambda: one.post([(1, bytes_of(8))], []).wait(soon()), lambda: other.post([], [(0, into)]).wait(soon()))
+    assert torch.equal(into, bytes_of(8))
+    for stranger in kept:
+        stranger.settimeout(5.0)
+        with stranger, suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "a stranger is connected still"
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    store, _ = open_store("127.0.0.1", soon())
+    with pytest.raises(TransferError, match=r"cannot listen on '192.0.2.1'.*give an address of this host"):
+        TcpGroup.join(store, rank=0, labels=PAIR, name="x", deadline=soon(1.0), address="192.0.2.1")
+
+
+def test_a_member_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = handshake.listen
+
+    def closed(host: str) -> socket.socket:
+        """A listener whose port nobody listens on any more."""
+        listener = listen(host)
+        if not deaf:
+            deaf.append(socket.create_server((host, 0)))
+            listener.close()
+            listener = socket.socket()
+            listener.bind((host, 0))
+        return listener
+
+    deaf: list[socket.socket] = []
+    monkeypatch.setattr(handshake, "listen", closed)
+    store, port = open_store("127.0.0.1", soon())
+    other = connect_store("127.0.0.1", port, soon())
+    results = together(
+        lambda: TcpGroup.join(store, rank=0, labels=PAIR, name="x", deadline=soon(1.5), address="127.0.0.1"),
+        lambda: (time.sleep(0.3), TcpGroup.join(other, rank=1, labels=PAIR, name="x", deadline=soon(1.5))),
+    )
+    assert all(isinstance(found, TransferError) for found in results)
+    assert "rollout-0 rank 0 cannot connect to trainer rank 0 at 127.0.0.1:" in str(results[1])
+    deaf[0].close()

@@ -1,0 +1,54 @@
+"""What the errors of a group say: who misses what from whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import DeadlineError, TransferError
+from weightcast.transfer.transports.rendezvous import one_line
+
+__all__ = ["Left", "Naming"]
+
+Left = tuple[int, str, int]
+"""A peer, "send" or "receive", and bytes that are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The errors of member `rank` of a group, whose members `labels` names."""
+
+    group: str
+    labels: tuple[str, ...]
+    rank: int
+
+    @property
+    def me(self) -> str:
+        """This member."""
+        return self.labels[self.rank]
+
+    def closed(self) -> TransferError:
+        """Somebody posts to a group that was left."""
+        return TransferError(f"{self.group}: the group of {self.me} was closed; connect again")
+
+    def aborted(self) -> TransferError:
+        """This member gave the group up while somebody waited."""
+        return TransferError(f"{self.group}: the group of {self.me} was aborted")
+
+    def lost(self, left: Iterable[Left], cause: object) -> TransferError:
+        """Connections failed."""
+        return TransferError(f"{self.group}: {self.me} lost its connection to {self._each(left)}: {one_line(cause)}")
+
+    def late(self, left: Iterable[Left], deadline: Deadline) -> DeadlineError:
+        """Time is over."""
+        return DeadlineError(
+            f"{self.group}: {self.me} waited {deadline.seconds:g} s and still misses {self._each(left)}"
+        )
+
+    def _each(self, left: Iterable[Left]) -> str:
+        """trainer rank 0 (4096 bytes to receive), rollout-0 rank 1 (8 bytes to send)"""
+        found: dict[tuple[int, str], int] = {}
+        for peer, direction, nbytes in left:
+            found[peer, direction] = found.get((peer, direction), 0) + nbytes
+        return ", ".join(f"{self.labels[peer]} ({n} bytes to {direction})" for (peer, direction), n in found.items())

@@ -1,0 +1,94 @@
+"""Where the members of a group meet before they are connected: a store that member 0 keeps.
+
+store, port = open_store("10.0.0.7", deadline)        # member 0; the control plane carries host and port
+store = connect_store("10.0.0.7", port, deadline)     # everyone else
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed
+
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import DeadlineError, TransferError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["connect_store", "listen", "meet", "one_line", "open_store"]
+
+# What we need of it is exported at run time, but not declared.
+_distributed: Any = torch.distributed
+
+_POLL_SECONDS = 0.005
+
+
+def listen(host: str) -> socket.socket:
+    """A listener on a free port of the address `host` only. Raises TransferError when it is no address of this host."""
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise TransferError(f"cannot listen on {host!r}: {error}; give an address of this host") from error
+
+
+def open_store(host: str, deadline: Deadline) -> tuple[Store, int]:
+    """Opens the store that members meet at, on a free port of the address `host` only. Returns it and the port.
+
+    Called by member 0, which keeps the store for as long as anyone may join. One store serves one attempt to connect.
+    """
+    listener = listen(host)
+    port = int(listener.getsockname()[1])
+    # The store listens on every address unless it is handed a socket.
+    store = _distributed.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=deadline.wait_time(),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def connect_store(host: str, port: int, deadline: Deadline) -> Store:
+    """The store that member 0 opened. Raises DeadlineError when nobody answers there."""
+    try:
+        store: Store = _distributed.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=deadline.wait_time()
+        )
+        return store
+    except RuntimeError as error:
+        raise DeadlineError(
+            f"no store answers at {host}:{port} within {deadline.seconds:g} s ({one_line(error)}); "
+            "is member 0 of the group alive?"
+        ) from error
+
+
+def meet(store: Store, rank: int, labels: Sequence[str], name: str, deadline: Deadline) -> None:
+    """Returns when every member has said in the store that it is here."""
+    try:
+        store.set(f"here/{rank}", labels[rank])
+        missing = list(range(len(labels)))
+        while missing:
+            missing = [member for member in missing if not store.check([f"here/{member}"])]
+            if missing and deadline.expired:
+                raise DeadlineError(
+                    f"{name}: {labels[rank]} waited {deadline.seconds:g} s for "
+                    f"{', '.join(labels[m] for m in missing)} to join"
+                )
+            if missing:
+                time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:
+        raise TransferError(f"{name}: {labels[rank]} lost the store of {labels[0]}: {one_line(error)}") from error
+
+
+def one_line(cause: object) -> str:
+    """A message of torch without the place in its source that it begins with, and without its advice."""
+    text = re.sub(r"^\[[^]]*:\d+\] ", "", " ".join(str(cause).split()))
+    return text.split(" This is typically caused")[0][:300]
