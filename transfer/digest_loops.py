@@ -418,15 +418,12 @@ def _times(one: int, other: int) -> np.int64:
 
 
 @_jit
-def _sums_of_constants(prefix: Any, place: int, count: int, step: int) -> Any:
-    """Residues of the sums of both families over `count` columns, `step` apart."""
-    if step == 1:
-        a, b = prefix[0, place + count] - prefix[0, place], prefix[1, place + count] - prefix[1, place]
-    else:
-        a = b = 0
-        for column in range(place, place + count * step, step):
-            a, b = a + prefix[0, column + 1] - prefix[0, column], b + prefix[1, column + 1] - prefix[1, column]
-    return a % PRIME, b % PRIME
+def _sums_of_few(whole: Any, place: int, count: int, step: int) -> Any:
+    """Sums of both families over `count` columns, `step` apart."""
+    a = b = 0
+    for column in range(place, place + count * step, step):
+        a, b = a + whole[0, column], b + whole[1, column]
+    return a, b
 
 
 @_jit
@@ -523,8 +520,10 @@ def box_sums(
             at, p[d], s[d], step[d] = at + first * s[d], p[d] + first, s[d] * every, every
         outer, total, other_total = 1, BIAS, BIAS
         for d in range(width):
-            a, b = _sums_of_constants(prefix, p[d], n[d], step[d])
-            total, other_total = _times(total, a), _times(other_total, b)
+            a, b = prefix[0, p[d] + n[d]] - prefix[0, p[d]], prefix[1, p[d] + n[d]] - prefix[1, p[d]]
+            if step[d] != 1:
+                a, b = _sums_of_few(whole, p[d], n[d], step[d])
+            total, other_total = _times(total, a % PRIME), _times(other_total, b % PRIME)
             outer *= n[d] if d < rows else min(n[d], 1)
         in_vectors = s[inner] == 1 and step[inner] == 1 and n[inner] >= _way(words)[0]
         ahead = _AHEAD // words.itemsize
