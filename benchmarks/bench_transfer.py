@@ -9,9 +9,8 @@ former cannot exceed the latter. `extra` is the peak of memory that a process ga
 setting is 512 MiB.
 
 Second table: what digests on both sides take, right after such a transfer, relative to what the transfer took: in time
-and in CPU seconds. `read` is what adding up the same bytes takes, the least that any digest costs. `at N GB/s` is what
-a full digest adds on a wire of that speed with an idle core on both sides: the trainer's runs beside the transfer
-there, the instance's after it.
+and in CPU seconds. `at N GB/s` is what a full digest adds on a wire of that speed with an idle core on both sides: the
+trainer's runs beside the transfer there, the instance's after it.
 
 Third table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
@@ -204,7 +203,7 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str,
         run()
         extra = peak_bytes() - before
         digester = digester_of(part, held)
-        full, theirs, ours, sampled, every, read = by_turns(
+        full, theirs, ours, sampled, every = by_turns(
             runs,
             meet,
             limit,
@@ -212,7 +211,6 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str,
             run,
             lambda digester=digester: digester.run(Sample(0)),
             digester.run,
-            lambda: large.view(torch.int64).sum(),
         )
         peer = None
         if awex is not None:
@@ -220,7 +218,7 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str,
             peer, again = by_turns(min(runs, 3), meet, update, run)
         most = max(int(of_all) for of_all in gather(f"{name} extra", extra))
         cpu = {what: of_both(f"{name} {what}", best.cpu) for what, best in
-               (("limit", full), ("ours", ours), ("full", every), ("sampled", sampled), ("read", read))}  # fmt: skip
+               (("limit", full), ("ours", ours), ("full", every), ("sampled", sampled))}  # fmt: skip
         if rank == 1:
             beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
             speed = f"{total / peer.wall / 1e9:.2f}" if peer else ""
@@ -234,12 +232,12 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str,
             )
             added = "".join(
                 f"{best.wall / ours.wall:>+9.0%}{cpu[what] / cpu['ours']:>+9.0%}"
-                for what, best in (("sampled", sampled), ("full", every), ("read", read))
+                for what, best in (("sampled", sampled), ("full", every))
             )
             slower = "".join(f"{every.cpu * wire * 1e9 / total:>+8.0%}" for wire in (1, 3, 10))
             verification.append(f"{name:<29}{added}{total / every.cpu / 1e9:>9.1f} GB/s{slower}")
     if rank == 1:
-        heads = "".join(f"{head:>9}{'by CPU':>9}" for head in ("sampled", "full", "read"))
+        heads = "".join(f"{head:>9}{'by CPU':>9}" for head in ("sampled", "full"))
         print(f"\n{'what verification adds':<29}{heads}"
               f"{'digests':>14}{'at 1':>8}{'3':>8}{'10 GB/s':>8}")  # fmt: skip
         print(*verification, sep="\n", flush=True)

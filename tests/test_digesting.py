@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from importlib.util import find_spec
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -183,7 +184,7 @@ def test_loops_give_what_torch_gives(dtype: torch.dtype, shape: tuple[int, ...],
 
 @needs_numba
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32], ids=str)
-@pytest.mark.parametrize("shape", [(3, 9000), (1, 1 << 19)])
+@pytest.mark.parametrize("shape", [(3, 9000), (1, 1 << 19), (71, 2049), (500, 128)])
 def test_sums_of_the_largest_words_and_constants_do_not_overflow(
     dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,53 @@ def test_sums_of_the_largest_words_and_constants_do_not_overflow(
         expected = (word + 0x9E3779) * view.numel() * (1 << 48) % (2**32 - 5)
         gaps = view.new_full((shape[0], 2 * shape[1]), word)[:, ::2]
         assert scanned(view, (0, 0)) == scanned(gaps, (0, 0)) == expected << 32 | expected
+
+
+ROWS = [*range(1, 18), 70]
+WIDTHS = [8, 15, 16, 17, 33, 127, 128, 129, 250, 257, 511, 1025, 2047, 4099]
+
+
+def rows_side_by_side(dtype: torch.dtype) -> list[Piece]:
+    """Boxes of every count of rows and of widths around those of vectors, blocks and tiles; rows of some lie apart."""
+    pieces = []
+    for rows, width in [*product(ROWS, WIDTHS), (3, 20000), (700, 20)]:
+        stored = random_bits((rows, width + rows % 3), dtype, seed=rows * width)[:, :width]
+        shape, offset = (rows + 5, width + 7), (rows % 5, width % 7)
+        pieces.append(Piece(f"{rows}.{width}", shape, offset, stored))
+    return pieces
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [
+        (torch.uint8, None), (torch.bfloat16, None), (torch.float32, None), (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rows_side_by_side_are_digested_each(
+    dtype: torch.dtype, cast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = rows_side_by_side(dtype)
+    layout = describe_pieces(pieces)
+    made = digester(layout, cast)
+    assert made._stacks is None
+    names = [layout.table.region(row).tensor for row in range(len(layout.table))]
+    expected = {piece.name: digest(piece.view, piece.offset, cast) for piece in pieces}
+    assert dict(zip(names, made.run().tolist(), strict=True)) == expected
+    sample = made.run(Sample(5)).tolist()
+    monkeypatch.setattr(digest_scan, "_loops", lambda: None)
+    assert sample == digester(layout, cast).run(Sample(5)).tolist()
+
+
+@needs_numba
+def test_what_lies_beside_a_row_does_not_count() -> None:
+    """The last words of a row are read together with words before them, and no more than the box is read."""
+    for width in WIDTHS[2:]:
+        stored = random_bits((9, width + 40), torch.bfloat16)
+        before = scanned(stored[2:7, 20 : 20 + width], (0, 0))
+        stored[:2], stored[7:], stored[:, :20], stored[:, 20 + width :] = 1, 2, 3, 4
+        assert scanned(stored[2:7, 20 : 20 + width], (0, 0)) == before
 
 
 @needs_numba

@@ -1,30 +1,36 @@
 """Digests on a CPU in one pass over memory: loops that numba compiles when they are first needed.
 
 `box_sums` takes boxes in columns, wherever in the process they lie, and leaves a pair of residues for each. A row is
-read once, in vectors, and multiplied with the constants of both families:
+read in vectors, a block of them at a time, and multiplied with the constants of both families:
 
 - Words of 8 and 16 bits with constants in halves of 12 bits, 16 products at a time: eight sums of two stay within 32
-  bits (x86's `pmaddwd`, which LLVM makes of this), then are added up in 64.
+  bits (x86's `pmaddwd`, which LLVM makes of this).
 - Words of 32 bits with whole constants; products have 55 bits, so that 256 of them stay within 64.
 - float32 that is to be digested as bfloat16 is rounded on the way, to nearest and even, every NaN to the same.
 
-numba cannot say vectors, so they are built as LLVM has them, for any processor. What is left of a row that is no whole
-vector, or not contiguous, is multiplied word by word. All of it gives what `weightcast.transfer.digest` defines, to the
-last bit. It is one module because numba keeps compiled code until the file of a function changes, not until others do.
+A block's sums are multiplied with its row's constant, still in vectors, so that blocks may come in any order. They come
+from several rows in turn: one place after the other does not keep memory busy, and an innermost loop that waited for
+the sum of each row would take as long as the row where that is short.
+
+numba cannot say vectors, so they are built as LLVM has them, for any processor. What is not contiguous is multiplied
+word by word. All of it gives what `weightcast.transfer.digest` defines, to the last bit. It is one module because numba
+keeps compiled code until the file of a function changes, not until others do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import config, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-from weightcast.transfer.digest_constants import BIAS, HALF_BITS
+from weightcast.transfer.digest_constants import BIAS, CONSTANT_BITS, HALF_BITS
 from weightcast.transfer.residues import PRIME
 
 __all__ = ["box_sums"]
@@ -32,26 +38,26 @@ __all__ = ["box_sums"]
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, and not compiled these loops do not run")
 
-_NARROW_LANES = 16
-"""Narrow words in a vector."""
-_UNROLLED = 8
-"""Vectors of narrow words whose sums of products stay within 32 bits: 8 * 2 * -2^15 * 2^12 is the least of them."""
-_WIDE_LANES = 8
-_WIDE_TILE = 2048
-"""Words of 32 bits of a row after which sums are taken apart: each lane has then added 256 products of 55 bits."""
+_STREAMS = 4
+"""Rows that are read side by side: memory gives one reader more at several places than at one, and a constant that has
+been loaded serves all of them.
+"""
+_TILE_BLOCKS = 64
+"""Blocks of rows whose weighted sums are added up before these are taken apart. A block's is less than 2^56."""
 _SCALARS = 128
 """Words multiplied one by one before their sums are reduced."""
-_AHEAD = 2048
-"""Bytes between what is read and what is fetched into the cache meanwhile. Where rows are short and lie apart, the next
-row is fetched, or the same of the next box."""
+_AHEAD = 512
+"""Bytes between what is read and what is fetched into the cache meanwhile."""
+_SMALL = 16 << 10
+"""Bytes of a box that is read while the next one is fetched."""
 _LINE = 64
 """Bytes that are fetched at once."""
 _CARRY = (1 << 32) % PRIME
 """What 2^32 is congruent to. A sum is *folded* when what is above 2^32 has been replaced by so many times as much."""
 
 _BYTE, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_LANES_16, _LANES_32 = ir.VectorType(_I16, _NARROW_LANES), ir.VectorType(_I32, _NARROW_LANES)
-_PAIRS, _FOUR = ir.VectorType(_I32, _NARROW_LANES // 2), ir.VectorType(_I64, 4)
+_LANES_16, _LANES_32 = ir.VectorType(_I16, 16), ir.VectorType(_I32, 16)
+_EIGHT, _FOUR = ir.VectorType(_I32, 8), ir.VectorType(_I64, 4)
 _Value = Any
 
 
@@ -104,117 +110,268 @@ def _pointers(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) ->
     ]
 
 
-def _joined(builder: ir.IRBuilder, lanes: _Value) -> _Value:
-    """The sum of the lanes of a vector."""
-    total = builder.extract_element(lanes, _I32(0))
-    for lane in range(1, lanes.type.count):
-        total = builder.add(total, builder.extract_element(lanes, _I32(lane)))
-    return total
-
-
-def _narrow_words(builder: ir.IRBuilder, pointer: _Value, index: _Value, kind: types.Integer) -> _Value:
-    """16 words as 32-bit numbers that have come from 16 bits."""
-    if kind == types.uint32:
-        bits = _vector(builder, pointer, index, _LANES_32, 4)
-        return builder.sext(builder.trunc(_rounded(builder, bits), _LANES_16), _LANES_32)
-    of = ir.VectorType(ir.IntType(kind.bitwidth), _NARROW_LANES)
-    return builder.sext(_vector(builder, pointer, index, of, kind.bitwidth // 8), _LANES_32)
-
-
 def _sums_of_pairs(builder: ir.IRBuilder, product: _Value) -> _Value:
     """16 products of 16-bit numbers -> 8 sums of neighbours: with the products, one instruction."""
     unset = ir.Constant(_LANES_32, ir.Undefined)
     return builder.add(*(
-        builder.shuffle_vector(product, unset, ir.Constant(_PAIRS, list(range(first, _NARROW_LANES, 2))))
+        builder.shuffle_vector(product, unset, ir.Constant(_EIGHT, list(range(first, _LANES_32.count, 2))))
         for first in (0, 1)
     ))  # fmt: skip
 
 
-def _widened(builder: ir.IRBuilder, pairs: _Value) -> _Value:
-    """8 numbers of 32 bits -> 4 sums of two, of 64 bits."""
-    unset, quarter = ir.Constant(_PAIRS, ir.Undefined), ir.VectorType(_I32, 4)
-    return builder.add(*(
-        builder.sext(builder.shuffle_vector(pairs, unset, ir.Constant(quarter, list(range(first, first + 4)))), _FOUR)
-        for first in (0, 4)
-    ))  # fmt: skip
+def _spread(builder: ir.IRBuilder, number: _Value, of: ir.Type) -> _Value:
+    """A vector with a number in each lane."""
+    unset = ir.Constant(of, ir.Undefined)
+    first = builder.insert_element(unset, number, _I32(0))
+    return builder.shuffle_vector(first, unset, _all(ir.VectorType(_I32, of.count), 0))
+
+
+def _opaque(builder: ir.IRBuilder, number: _Value) -> _Value:
+    """The same number, but LLVM does not know."""
+    return builder.asm(ir.FunctionType(number.type, [number.type]), "", "=r,0", [number], True)
+
+
+def _from_lane(builder: ir.IRBuilder, vector: _Value, first: _Value) -> _Value:
+    """The vector with zeros in the lanes before one."""
+    of = vector.type
+    number = ir.Constant(ir.VectorType(_I32, of.count), list(range(of.count)))
+    before = builder.icmp_signed("<", number, _spread(builder, builder.trunc(first, _I32), number.type))
+    return builder.select(before, _all(of, 0), vector)
+
+
+def _lower(builder: ir.IRBuilder, pairs: _Value) -> _Value:
+    """The lower 32 bits in each of 4 lanes, with their sign."""
+    return builder.ashr(builder.shl(pairs, _all(_FOUR, 32)), _all(_FOUR, 32))
+
+
+def _upper(builder: ir.IRBuilder, pairs: _Value) -> _Value:
+    """What is above the lower 32 bits."""
+    return builder.ashr(pairs, _all(_FOUR, 32))
+
+
+def _unsigned(builder: ir.IRBuilder, pairs: _Value) -> _Value:
+    """The lower 32 bits as a number that is not negative."""
+    return builder.and_(pairs, _all(_FOUR, 0xFFFFFFFF))
+
+
+def _as_factor(builder: ir.IRBuilder, weight: _Value) -> _Value:
+    """A constant in each lane, in a way that tells how few bits it has."""
+    short = builder.and_(builder.sext(weight, _I64), _I64((2 << CONSTANT_BITS) - 1))
+    return _spread(builder, short, _FOUR)
+
+
+# ---- blocks of a row
+
+
+class _Narrow:
+    """int8, int16, or uint32 as float32 to be rounded: 16 words a vector, times constants in halves.
+
+    Sums of a block are four vectors of 8 numbers of 32 bits. Of 16-bit words 8 vectors fit: 8 * 2 * -2^15 * 2^12 is the
+    least of them. Weighted they count 2^HALF_BITS and 1, of the first family and of the second.
+    """
+
+    lanes, unit, none = 16, 1 << HALF_BITS, _all(_EIGHT, 0)
+
+    def __init__(self, kind: types.Integer) -> None:
+        self._kind, self.vectors = kind, 16 if kind == types.int8 else 8
+
+    def rows_of_constants(self, tile: _Tile) -> list[_Value]:
+        return [_row(tile.builder, tile.halves, tile.halves_width, number) for number in range(4)]
+
+    def products(
+        self, builder: ir.IRBuilder, words: _Value, constants: list[_Value], index: _Value, skip: _Value | None
+    ) -> list[_Value]:
+        """What the vector of words at an index adds to the sums, without its first lanes if some are to `skip`."""
+        word = self._words(builder, words, index)
+        if skip is not None:
+            word = _from_lane(builder, word, skip)
+        halves = (builder.sext(_vector(builder, row, index, _LANES_16, 2), _LANES_32) for row in constants)
+        return [_sums_of_pairs(builder, builder.mul(word, half)) for half in halves]
+
+    def _words(self, builder: ir.IRBuilder, pointer: _Value, index: _Value) -> _Value:
+        """16 words as 32-bit numbers that have come from 16 bits."""
+        if self._kind == types.uint32:
+            bits = _vector(builder, pointer, index, _LANES_32, 4)
+            return builder.sext(builder.trunc(_rounded(builder, bits), _LANES_16), _LANES_32)
+        of = ir.VectorType(ir.IntType(self._kind.bitwidth), self.lanes)
+        return builder.sext(_vector(builder, pointer, index, of, self._kind.bitwidth // 8), _LANES_32)
+
+    def weighted(self, builder: ir.IRBuilder, sums: list[_Value], weights: list[_Value]) -> list[_Value]:
+        """The sums times a row's constants of both families, in 4 lanes: at most 2^56 from 2 * -2^31 * 2^24."""
+        found = []
+        for number, pairs in enumerate(sums):
+            pairs, weight = builder.bitcast(pairs, _FOUR), weights[number // 2]
+            # Were it the same weight, LLVM would add first, and multiply by what is too wide for one instruction.
+            lower = builder.mul(_lower(builder, pairs), _as_factor(builder, weight))
+            upper = builder.mul(_upper(builder, pairs), _as_factor(builder, _opaque(builder, weight)))
+            found.append(builder.add(lower, upper))
+        return found
+
+
+class _Wide:
+    """int32, 8 words a vector, times whole constants.
+
+    Sums of a block are four vectors of 4 numbers of 64 bits, two for each family. Weighted they count 2^32 and 1, of
+    the first family and of the second.
+    """
+
+    lanes, vectors, unit, none = 8, 8, _CARRY, _all(_FOUR, 0)
+
+    def rows_of_constants(self, tile: _Tile) -> list[_Value]:
+        return [_row(tile.builder, tile.whole, tile.whole_width, number) for number in range(2)]
+
+    def products(
+        self, builder: ir.IRBuilder, words: _Value, constants: list[_Value], index: _Value, skip: _Value | None
+    ) -> list[_Value]:
+        """What the vector of words at an index adds to the sums, without its first lanes if some are to `skip`."""
+        word = _vector(builder, words, index, _EIGHT, 4)
+        if skip is not None:
+            word = _from_lane(builder, word, skip)
+        pairs = builder.bitcast(word, _FOUR)
+        rows = [_vector(builder, row, index, _FOUR, 4) for row in constants]
+        return [builder.mul(half(builder, pairs), half(builder, row)) for row in rows for half in (_lower, _upper)]
+
+    def weighted(self, builder: ir.IRBuilder, sums: list[_Value], weights: list[_Value]) -> list[_Value]:
+        """The sums times a row's constants of both families, in halves: less than 2^56."""
+        found = []
+        for number, weight in enumerate(weights):
+            total, factor = builder.add(*sums[2 * number : 2 * number + 2]), _as_factor(builder, weight)
+            found += [builder.mul(half(builder, total), factor) for half in (_upper, _unsigned)]
+        return found
+
+
+def _way_of(words: types.Array) -> _Narrow | _Wide:
+    return _Wide() if words.dtype == types.int32 else _Narrow(words.dtype)
 
 
 @intrinsic
-def _narrow_dot(
-    context: Any, words: Any, at: Any, ahead: Any, count: Any, constants: Any, place: Any, width: Any
-) -> Any:
-    """2 sums: of `count` words, a multiple of 16, times the two families of `constants` from column `place`, exact.
+def _way(context: Any, words: Any) -> Any:
+    """How many words are in a vector and in a block, and what sums 0 and 2 of `_add_tile` count."""
+    way = _way_of(words)
+    numbers = [_I64(way.lanes), _I64(way.lanes * way.vectors), _I64(way.unit)]
+    kind = types.UniTuple(types.int64, len(numbers))
+    return kind(words), lambda context, builder, signature, args: context.make_tuple(builder, kind, numbers)
 
-    Words are int8, int16, or uint32 as float32 to be rounded. `width` is the length of a row of constants.
-    """
 
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
-        words, at, ahead, count, constants, place, width = _pointers(context, builder, signature, args)
-        kind = signature.args[0].dtype
-        words = builder.gep(words, [at])
-        sums = [cgutils.alloca_once_value(builder, _all(_FOUR, 0)) for _ in range(4)]
+# ---- tiles: parts of several rows
 
-        def add_block(first: _Value, vectors: int) -> None:
-            added: list[_Value] = [None] * 4
-            for number in range(vectors):
-                index = builder.add(first, _I64(_NARROW_LANES * number))
-                if _NARROW_LANES * number * kind.bitwidth // 8 % _LINE == 0:
-                    _fetch(builder, words, builder.add(index, ahead))
-                word = _narrow_words(builder, words, index, kind)
-                for row in range(4):
-                    column = builder.add(builder.add(builder.mul(width, _I64(row)), place), index)
-                    constant = builder.sext(_vector(builder, constants, column, _LANES_16, 2), _LANES_32)
-                    pairs = _sums_of_pairs(builder, builder.mul(word, constant))
-                    added[row] = pairs if number == 0 else builder.add(added[row], pairs)
-            for total, pairs in zip(sums, added, strict=True):
-                builder.store(builder.add(builder.load(total), _widened(builder, pairs)), total)
 
-        block = _NARROW_LANES * _UNROLLED
-        blocks = builder.sdiv(count, _I64(block))
-        with cgutils.for_range(builder, blocks, intp=_I64) as loop:
-            add_block(builder.mul(loop.index, _I64(block)), _UNROLLED)
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Builds the code of `_add_tile`, whose arguments it has, arrays as pointers and the lengths of their rows."""
+
+    builder: ir.IRBuilder
+    way: _Narrow | _Wide
+    itemsize: int
+    totals: list[_Value]
+    whole_width: _Value
+    halves_width: _Value
+    words: _Value
+    at: _Value
+    ahead: _Value
+    streams: _Value
+    rounds: _Value
+    stride: _Value
+    apart: _Value
+    count: _Value
+    whole: _Value
+    halves: _Value
+    place: _Value
+    column: _Value
+    step: _Value
+    sums: _Value
+
+    def build(self) -> None:
+        builder, block = self.builder, self.way.lanes * self.way.vectors
+        blocks = builder.sdiv(self.count, _I64(block))
         done = builder.mul(blocks, _I64(block))
-        with cgutils.for_range(builder, builder.sdiv(builder.sub(count, done), _I64(_NARROW_LANES)), intp=_I64) as loop:
-            add_block(builder.add(done, builder.mul(loop.index, _I64(_NARROW_LANES))), 1)
-        upper, lower = (list(map(builder.load, sums[first::2])) for first in (0, 1))
-        totals = [builder.add(builder.shl(a, _all(_FOUR, HALF_BITS)), b) for a, b in zip(upper, lower, strict=True)]
-        return context.make_tuple(builder, signature.return_type, [_joined(builder, total) for total in totals])
+        left = builder.sub(self.count, done)
+        with cgutils.for_range(builder, self.rounds, intp=_I64) as one_round:
+            with cgutils.for_range(builder, blocks, intp=_I64) as loop:
+                self._add_block(one_round.index, builder.mul(loop.index, _I64(block)), self._whole_block)
+            with builder.if_then(builder.icmp_signed(">", left, _I64(0))):
+                self._add_block(one_round.index, done, partial(self._part_of_block, left))
+        for number, total in enumerate(map(builder.load, self.totals)):
+            for half, part in enumerate((_upper(builder, total), _unsigned(builder, total))):
+                place = builder.gep(self.sums, [_I64(4 * (2 * number + half))])
+                added = builder.add(_vector(builder, place, _I64(0), _FOUR, 8), part)
+                builder.store(added, builder.bitcast(place, _FOUR.as_pointer()), align=8)
 
-    return types.UniTuple(types.int64, 2)(words, at, ahead, count, constants, place, width), code
+    def _add_block(self, row: _Value, first: _Value, sums_of: Callable[[_Value, list[_Value]], list[_Value]]) -> None:
+        """Adds the block from a column on of a row of each stream. `sums_of` makes the sums of one."""
+        builder = self.builder
+        with cgutils.for_range(builder, self.streams, intp=_I64) as loop:
+            # LLVM would else load the constants for all streams and, as it has no place for so many, store them again.
+            place = _opaque(builder, builder.add(self.place, first))
+            constants = [builder.gep(table, [place]) for table in self.way.rows_of_constants(self)]
+            number = builder.add(row, builder.mul(loop.index, self.apart))
+            at = builder.add(builder.add(self.at, first), builder.mul(number, self.stride))
+            sums = sums_of(builder.gep(self.words, [at]), constants)
+            column = builder.add(self.column, builder.mul(number, self.step))
+            families = (_row(builder, self.whole, self.whole_width, family) for family in (0, 1))
+            weights = [builder.load(builder.gep(family, [column])) for family in families]
+            for total, more in zip(self.totals, self.way.weighted(builder, sums, weights), strict=True):
+                builder.store(builder.add(builder.load(total), more), total)
+
+    def _whole_block(self, words: _Value, constants: list[_Value]) -> list[_Value]:
+        builder, way, sums = self.builder, self.way, [self.way.none] * 4
+        for number in range(way.vectors):
+            index = _I64(number * way.lanes)
+            if number * way.lanes * self.itemsize % _LINE == 0:
+                _fetch(builder, words, builder.add(index, self.ahead))
+            products = way.products(builder, words, constants, index, None)
+            sums = [builder.add(one, more) for one, more in zip(sums, products, strict=True)]
+        return sums
+
+    def _part_of_block(self, count: _Value, words: _Value, constants: list[_Value]) -> list[_Value]:
+        """The last `count` words of a row. Those that fill no vector are read with words before, which do not count."""
+        builder, way = self.builder, self.way
+        sums = [cgutils.alloca_once(builder, way.none.type) for _ in range(4)]
+        for one in sums:
+            builder.store(way.none, one)
+
+        def add(index: _Value, skip: _Value | None) -> None:
+            for one, more in zip(sums, way.products(builder, words, constants, index, skip), strict=True):
+                builder.store(builder.add(builder.load(one), more), one)
+
+        with cgutils.for_range(builder, builder.sdiv(count, _I64(way.lanes)), intp=_I64) as loop:
+            index = builder.mul(loop.index, _I64(way.lanes))
+            _fetch(builder, words, builder.add(index, self.ahead))
+            add(index, None)
+        rest = builder.srem(count, _I64(way.lanes))
+        with builder.if_then(builder.icmp_signed(">", rest, _I64(0))):
+            add(builder.sub(count, _I64(way.lanes)), builder.sub(_I64(way.lanes), rest))
+        return list(map(builder.load, sums))
+
+
+def _row(builder: ir.IRBuilder, table: _Value, width: _Value, number: int) -> _Value:
+    """Where a row of a (n, width) array begins."""
+    return builder.gep(table, [builder.mul(width, _I64(number))])
 
 
 @intrinsic
-def _wide_dot(context: Any, words: Any, at: Any, ahead: Any, count: Any, constants: Any, place: Any, width: Any) -> Any:
-    """2 sums: of `count` int32 words, a multiple of 8 and at most _WIDE_TILE, times the two rows of int32 `constants`
-    from column `place`; folded, see _CARRY.
+def _add_tile(
+    context: Any, words: Any, at: Any, ahead: Any, streams: Any, rounds: Any, stride: Any, apart: Any, count: Any,
+    whole: Any, halves: Any, place: Any, column: Any, step: Any, sums: Any,
+) -> Any:  # fmt: skip
+    """Adds words times their constants times their row's, of `rounds` rows of each of `streams`.
+
+    Row i of stream j begins `i + j * apart` times `stride` elements after `at`. It has `count` contiguous words, whose
+    constants begin at column `place`, and its own is in `whole`, as many times `step` columns after `column`. At most
+    _TILE_BLOCKS blocks are added. `sums` (4, 2, 4) int64 gains four sums, see `_way`, as upper and lower halves of 4
+    lanes. What is `ahead` elements after a word is fetched into the cache.
     """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
-        words, at, ahead, count, constants, place, width = _pointers(context, builder, signature, args)
-        words, upper = builder.gep(words, [at]), _all(_FOUR, 32)
-        sums = [cgutils.alloca_once_value(builder, _all(_FOUR, 0)) for _ in range(4)]
+        way, itemsize = _way_of(words), words.dtype.bitwidth // 8
+        totals = [cgutils.alloca_once_value(builder, _all(_FOUR, 0)) for _ in range(4)]
+        tables = (context.make_array(kind)(context, builder, args[i]) for i, kind in ((8, whole), (9, halves)))
+        widths = [builder.extract_value(table.shape, 1) for table in tables]
+        _Tile(builder, way, itemsize, totals, *widths, *_pointers(context, builder, signature, args)).build()
+        return context.get_dummy_value()
 
-        def halves(pair: _Value) -> tuple[_Value, _Value]:
-            """Two 32-bit numbers in each lane, as 64-bit numbers."""
-            return builder.ashr(builder.shl(pair, upper), upper), builder.ashr(pair, upper)
-
-        with cgutils.for_range(builder, builder.sdiv(count, _I64(_WIDE_LANES)), intp=_I64) as loop:
-            index = builder.mul(loop.index, _I64(_WIDE_LANES))
-            _fetch(builder, words, builder.add(index, ahead))
-            word = halves(_vector(builder, words, index, _FOUR, 4))
-            for row in range(2):
-                column = builder.add(builder.add(builder.mul(width, _I64(row)), place), index)
-                constant = halves(_vector(builder, constants, column, _FOUR, 4))
-                for total, one, other in zip(sums[2 * row : 2 * row + 2], word, constant, strict=True):
-                    builder.store(builder.add(builder.load(total), builder.mul(one, other)), total)
-        folded = []
-        for total in map(builder.load, sums):
-            high, low = builder.ashr(total, upper), builder.and_(total, _all(_FOUR, 0xFFFFFFFF))
-            folded.append(builder.add(builder.mul(high, _all(_FOUR, _CARRY)), low))
-        totals = [_joined(builder, builder.add(*folded[first : first + 2])) for first in (0, 2)]
-        return context.make_tuple(builder, signature.return_type, totals)
-
-    return types.UniTuple(types.int64, 2)(words, at, ahead, count, constants, place, width), code
+    kinds = words, at, ahead, streams, rounds, stride, apart, count, whole, halves, place, column, step, sums
+    return types.void(*kinds), code
 
 
 @intrinsic
@@ -254,30 +411,6 @@ def _one_by_one(words: Any, at: int, stride: int, count: int, whole: Any, place:
     return first, second
 
 
-def _in_vectors(words: Any, at: Any, ahead: Any, count: Any, whole: Any, halves: Any, place: Any) -> Any:
-    """How many of `count` contiguous words are taken by vectors, and numbers congruent to the sums over these."""
-    raise NotImplementedError  # numba has it, by the type of `words`
-
-
-def _narrow_row(words: Any, at: Any, ahead: Any, count: Any, whole: Any, halves: Any, place: Any) -> Any:
-    done = count - count % _NARROW_LANES
-    first, second = _narrow_dot(words, at, ahead, done, halves, place, halves.shape[1])
-    return done, first, second
-
-
-def _wide_row(words: Any, at: Any, ahead: Any, count: Any, whole: Any, halves: Any, place: Any) -> Any:
-    done, first, second = count - count % _WIDE_LANES, 0, 0
-    for begin in range(0, done, _WIDE_TILE):
-        a, b = _wide_dot(words, at + begin, ahead, min(_WIDE_TILE, done - begin), whole, place + begin, whole.shape[1])
-        first, second = first + a, second + b
-    return done, first, second
-
-
-@overload(_in_vectors)
-def _in_vectors_of(words: Any, at: Any, ahead: Any, count: Any, whole: Any, halves: Any, place: Any) -> Any:
-    return _wide_row if words.dtype == types.int32 else _narrow_row
-
-
 @_jit
 def _times(one: int, other: int) -> np.int64:
     """The product of two residues; it needs all 64 bits."""
@@ -285,31 +418,59 @@ def _times(one: int, other: int) -> np.int64:
 
 
 @_jit
-def _sums_of_constants(whole: Any, prefix: Any, place: int, count: int, step: int) -> Any:
-    """Residues of the sums of both families over `count` columns, `step` apart."""
-    if step == 1:
-        a, b = prefix[0, place + count] - prefix[0, place], prefix[1, place + count] - prefix[1, place]
-    else:
-        a = b = 0
-        for column in range(place, place + count * step, step):
-            a, b = a + whole[0, column], b + whole[1, column]
-    return a % PRIME, b % PRIME
+def _sums_of_few(whole: Any, place: int, count: int, step: int) -> Any:
+    """Sums of both families over `count` columns, `step` apart."""
+    a = b = 0
+    for column in range(place, place + count * step, step):
+        a, b = a + whole[0, column], b + whole[1, column]
+    return a, b
 
 
 @_jit
-def _sums_of_rows(words: Any, at: int, ahead: int, n: Any, s: Any, p: Any, step: Any, whole: Any, halves: Any) -> Any:
-    """Residues of the sums over the last two dimensions of a box from `at`."""
+def _in_vectors(
+    words: Any, at: int, ahead: int, rows: int, inner: int, stride: int, whole: Any, halves: Any, place: int,
+    column: int, step: int, sums: Any,
+) -> Any:  # fmt: skip
+    """Residues of the sums over `rows` rows from `at`, each of `inner` contiguous words, no fewer than a vector has.
+
+    Rows are `stride` elements apart. `place` and `column` are where the constants of words and of rows begin, of
+    which the latter are `step` apart. `sums` are 32 numbers to work with.
+    """
+    sums[:] = 0
+    _, block, unit = _way(words)
+    blocks, columns = (inner + block - 1) // block, _TILE_BLOCKS // _STREAMS * block
+    while rows > 0:
+        streams, rounds, most = rows, 1, 1
+        if rows >= _STREAMS and rows * blocks > _TILE_BLOCKS:  # else all that is left makes one tile or a few
+            streams, rounds = _STREAMS, rows // _STREAMS
+            most = max(1, _TILE_BLOCKS // _STREAMS // blocks)
+        for first in range(0, rounds, most):
+            for begin in range(0, inner, columns):
+                _add_tile(
+                    words, at + first * stride + begin, ahead, streams, min(most, rounds - first), stride, rounds,
+                    min(inner - begin, columns), whole, halves, place + begin, column + first * step, step, sums,
+                )  # fmt: skip
+        done = rounds * streams
+        at, column, rows = at + done * stride, column + done * step, rows - done
+    a, b = _sum_of_lanes(sums, 0) * unit, _sum_of_lanes(sums, 16) * unit
+    return (a + _sum_of_lanes(sums, 8)) % PRIME, (b + _sum_of_lanes(sums, 24)) % PRIME
+
+
+@_jit
+def _sum_of_lanes(sums: Any, first: int) -> Any:
+    """The folded sum of four upper halves and four lower ones."""
+    high = sums[first] + sums[first + 1] + sums[first + 2] + sums[first + 3]
+    low = sums[first + 4] + sums[first + 5] + sums[first + 6] + sums[first + 7]
+    return _folded(high * _CARRY + low)
+
+
+@_jit
+def _word_by_word(words: Any, at: int, n: Any, s: Any, p: Any, step: Any, whole: Any) -> Any:
+    """Residues of the sums over the last two dimensions of any box from `at`."""
     inner, rows = len(n) - 1, len(n) - 2
-    contiguous = s[inner] == 1 and step[inner] == 1
     a_high = a_low = b_high = b_low = 0
     for i in range(n[rows]):
-        done, a, b = 0, 0, 0
-        if contiguous:
-            done, a, b = _in_vectors(words, at, ahead, n[inner], whole, halves, p[inner])
-        if done < n[inner]:
-            rest, column = at + done * s[inner], p[inner] + done * step[inner]
-            e, f = _one_by_one(words, rest, s[inner], n[inner] - done, whole, column, step[inner])
-            a, b = a + e, b + f
+        a, b = _one_by_one(words, at, s[inner], n[inner], whole, p[inner], step[inner])
         column = p[rows] + i * step[rows]
         a, b = _folded(a) * whole[0, column], _folded(b) * whole[1, column]
         a_high, a_low = a_high + (a >> 32), a_low + (a & 0xFFFFFFFF)
@@ -347,9 +508,11 @@ def box_sums(
     inner, rows = width - 1, width - 2
     n, s = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
     p, step = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
+    lanes = np.empty(32, dtype=np.int64)
     for k in range(begin, end):
         at = start[k]
-        n[:], s[:], p[:], step[:] = size[k], stride[k], place[k], 1
+        for d in range(width):
+            n[d], s[d], p[d], step[d] = size[k, d], stride[k, d], place[k, d], 1
         if turn >= 0:
             d, every = thin[k, 0], thin[k, 1]
             first = (turn - thin[k, 2]) % every
@@ -357,14 +520,18 @@ def box_sums(
             at, p[d], s[d], step[d] = at + first * s[d], p[d] + first, s[d] * every, every
         outer, total, other_total = 1, BIAS, BIAS
         for d in range(width):
-            a, b = _sums_of_constants(whole, prefix, p[d], n[d], step[d])
-            total, other_total = _times(total, a), _times(other_total, b)
+            a, b = prefix[0, p[d] + n[d]] - prefix[0, p[d]], prefix[1, p[d] + n[d]] - prefix[1, p[d]]
+            if step[d] != 1:
+                a, b = _sums_of_few(whole, p[d], n[d], step[d])
+            total, other_total = _times(total, a % PRIME), _times(other_total, b % PRIME)
             outer *= n[d] if d < rows else min(n[d], 1)
+        in_vectors = s[inner] == 1 and step[inner] == 1 and n[inner] >= _way(words)[0]
         ahead = _AHEAD // words.itemsize
-        if n[inner] < ahead and s[rows] != n[inner]:
-            next_box = k + 1 < end and n[rows] * n[inner] < ahead
-            ahead = start[k + 1] - start[k] if next_box else s[rows]
-        for number in range(outer):
+        if k + 1 < end and n[rows] * n[inner] < _SMALL // words.itemsize:
+            ahead = start[k + 1] - start[k]
+        elif n[inner] < ahead and s[rows] != n[inner]:
+            ahead = s[rows]
+        for number in range(outer):  # of fewer than 2^31, each of which adds less than 2^32
             row, left, weight, other_weight = at, number, 1, 1
             for d in range(rows - 1, -1, -1):
                 i = left % n[d]
@@ -372,6 +539,11 @@ def box_sums(
                 row += i * s[d]
                 weight = _times(weight, whole[0, p[d] + i * step[d]])
                 other_weight = _times(other_weight, whole[1, p[d] + i * step[d]])
-            a, b = _sums_of_rows(words, row, ahead, n, s, p, step, whole, halves)
-            total, other_total = (total + _times(a, weight)) % PRIME, (other_total + _times(b, other_weight)) % PRIME
-        sums[0, k - begin], sums[1, k - begin] = total, other_total
+            if in_vectors:
+                a, b = _in_vectors(
+                    words, row, ahead, n[rows], n[inner], s[rows], whole, halves, p[inner], p[rows], step[rows], lanes
+                )
+            else:
+                a, b = _word_by_word(words, row, n, s, p, step, whole)
+            total, other_total = total + _times(a, weight), other_total + _times(b, other_weight)
+        sums[0, k - begin], sums[1, k - begin] = total % PRIME, other_total % PRIME

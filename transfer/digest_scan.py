@@ -35,6 +35,10 @@ _FLOAT32_AS_BFLOAT16 = "<u4"
 """How `digest_loops` is told the types of words by their size, and of what is cast on the way."""
 _FARTHEST = 1 << 20
 """Constants are kept for indices below this; boxes that reach farther are digested without."""
+_LINE = 64
+"""Bytes of a line of the cache. A vector of constants that lies in two of them takes twice as long to load."""
+_COLUMNS = _LINE // 2
+"""Columns of a table of constants whose numbers of 2 bytes fill a line: each dimension begins at one."""
 _LONG = 16
 """A contiguous dimension of so many elements is read in vectors."""
 _PIECE_BYTES = 4 << 20
@@ -117,15 +121,33 @@ class _Constants:
     @classmethod
     def up_to(cls, extent: IntArray) -> _Constants:
         """For the indices of each dimension below `extent` (D,)."""
-        each = [np.ones((2, 1), dtype=np.int64)]
-        each.extend(constants(dim, np.arange(n)) for dim, n in enumerate(extent.tolist()))
-        both = np.concatenate(each, axis=1)
+        room = -(-extent // _COLUMNS) * _COLUMNS
+        begin = _COLUMNS + np.cumsum(room) - room
+        both = np.zeros((2, _row_length(_COLUMNS + int(room.sum()))), dtype=np.int64)
+        both[:, 0] = 1
+        for dim, (first, n) in enumerate(zip(begin.tolist(), extent.tolist(), strict=True)):
+            both[:, first : first + n] = constants(dim, np.arange(n))
         halves = np.stack([both[0] >> HALF_BITS, both[0], both[1] >> HALF_BITS, both[1]])
         halves[1::2] &= (1 << HALF_BITS) - 1
         prefix = np.zeros((2, both.shape[1] + 1), dtype=np.int64)
         np.cumsum(both, axis=1, out=prefix[:, 1:])
-        begin = 1 + np.cumsum(extent) - extent
-        return cls(begin, both.astype(np.int32), halves.astype(np.int16), prefix)
+        return cls(begin, _from_a_line(both, np.int32), _from_a_line(halves, np.int16), prefix)
+
+
+def _row_length(columns: int) -> int:
+    """So many columns at least, and so many that the same column of several rows is not kept in the same place of a
+    processor's cache: places repeat after 4 KiB.
+    """
+    return columns + (17 * _COLUMNS - columns) % (64 * _COLUMNS)
+
+
+def _from_a_line(table: IntArray, dtype: type[np.integer[Any]]) -> np.ndarray[Any, Any]:
+    """A copy that begins where a line of the cache does."""
+    room = np.empty(table.size + _LINE, dtype=dtype)
+    first = -room.ctypes.data % _LINE // room.itemsize
+    copy = room[first : first + table.size].reshape(table.shape)
+    copy[:] = table
+    return copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Digester:
         self._scan = Scan(layout, boxes.take(self._scanned)) if len(self._scanned) else None
         self._stacks = _Stacks(layout, boxes.take(self._stacked)) if len(self._stacked) else None
         held = np.unique(boxes.base)
-        self._bases = [layout.memory.bases[base] for base in held.tolist()]
+        self._storages = [layout.memory.bases[base].untyped_storage() for base in held.tolist()]
         self._addresses = layout.memory.address[held].tolist()
 
     def run(self, sample: Sample | None = None) -> DigestArray:
@@ -50,12 +50,7 @@ class Digester:
 
         Uses as many threads as torch does. Raises StalePlanError when memory was reallocated since the layout was made.
         """
-        moved = sum(base.data_ptr() != address for base, address in zip(self._bases, self._addresses, strict=True))
-        if moved:
-            raise StalePlanError(
-                f"{moved} of the {len(self._bases)} storages to digest were reallocated since they were described; "
-                "connect again to plan anew"
-            )
+        self._check_memory()
         digests = np.empty(len(self._scanned) + len(self._stacked), dtype=np.uint64)
         if self._stacks is not None:
             digests[self._stacked] = self._stacks.run(sample)
@@ -63,6 +58,16 @@ class Digester:
             turn = None if sample is None else sample.turn
             digests[self._scanned] = self._scan.run(turn, torch.get_num_threads())
         return digests
+
+    def _check_memory(self) -> None:
+        # There may be ten thousands of storages: nothing but the call for each, and of storages, which cost less.
+        seen = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        if seen != self._addresses:
+            moved = sum(now != then for now, then in zip(seen, self._addresses, strict=True))
+            raise StalePlanError(
+                f"{moved} of the {len(seen)} storages to digest were reallocated since they were described; "
+                "connect again to plan anew"
+            )
 
 
 def digest_rows(
