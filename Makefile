@@ -5,6 +5,7 @@
 # make check   ruff, mypy, import-linter
 # make bench   planning at the size of published models, beside Awex's planner (BENCH_ARGS="--case k2-equal")
 # make bench-transfer   the executor beside one large tensor, Awex and gather-broadcast-load (TRANSFER_ARGS="--mib 64")
+# make bench-verify   what verification adds to a whole update (VERIFY_ARGS="--mib 1024")
 # make bench-colocated   reading in place beside plain copy, Gloo and handing over full tensors (COLOCATED_ARGS="--mib 64")
 # make bench-ray   an update through Ray beside the same over plain processes and HTTP (RAY_ARGS="--mib 64")
 # make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 26")
@@ -28,7 +29,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo demo-megatron test cluster check bench bench-transfer bench-colocated bench-ray faults fuzz setup clean
+.PHONY: demo demo-megatron test cluster check bench bench-transfer bench-verify bench-colocated bench-ray faults fuzz setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -62,6 +63,9 @@ bench: setup $(STAMPS)/bench
 
 bench-transfer: setup $(STAMPS)/bench
 	$(BIN)/python benchmarks/bench_transfer.py --awex $(VENV)/awex $(TRANSFER_ARGS)
+
+bench-verify: setup
+	$(BIN)/python benchmarks/bench_verify.py $(VERIFY_ARGS)
 
 bench-colocated: setup
 	$(BIN)/python benchmarks/bench_colocated.py $(COLOCATED_ARGS)

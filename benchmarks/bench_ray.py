@@ -35,13 +35,15 @@ from weightcast.transfer.layout import LayoutBuilder, RankLayout
 
 PAIR, INSTANCE, TRAINERS = "main", "rollout-0", 2
 ADDRESS = "127.0.0.1"
+COLUMNS = 1024
 LIMIT = 1.10
 
 
 def weights(mib: int, tensors: int, rank: int | None) -> dict[str, torch.Tensor]:
     """Those of a trainer rank, or all."""
     numbers = range(tensors) if rank is None else range(rank, tensors, TRAINERS)
-    return {f"model.layers.{i}.weight": torch.zeros((mib << 20) // 4 // tensors) for i in numbers}
+    rows = (mib << 20) // tensors // (COLUMNS * torch.float32.itemsize)
+    return {f"model.layers.{i}.weight": torch.zeros(rows, COLUMNS) for i in numbers}
 
 
 class Whole:
@@ -53,7 +55,7 @@ class Whole:
     def describe(self) -> RankLayout:
         builder = LayoutBuilder()
         for name, tensor in self.tensors.items():
-            builder.add(name, tensor.shape, (0,), tensor)
+            builder.add(name, tensor.shape, (0, 0), tensor)
         return builder.build()
 
     def placement(self) -> None:

@@ -255,7 +255,7 @@ def main() -> None:
     options = parser.parse_args()
     version = awex_version(options.awex)
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    print(f"{machine}, torch {torch.__version__}, Gloo on 127.0.0.1, Awex {version or 'not given'}")
+    print(f"{machine}, torch {torch.__version__}, {options.backend} on 127.0.0.1, Awex {version or 'not given'}")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
     torch.multiprocessing.spawn(
         work,

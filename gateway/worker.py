@@ -249,6 +249,8 @@ class TrainerWorker:
             if executor is not None and member.group is not None:
                 run = self._running[name] = Run(epoch, member.group)
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
+                # What is over cannot be called off: the update may end before this rank hears that it has reported.
+                del self._running[name]
             digests = digesting.result()
             if executor is not None:
                 reports[name] = replace(reports[name], digest_seconds=digests.seconds)

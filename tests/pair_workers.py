@@ -103,10 +103,23 @@ def error_of(error: WeightcastError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def trainer(rank: int, url: str, pair: str, versions: list[int], deadline: float) -> list[Any]:
-    """Connects and sends each version; what came of each, an error as text."""
+def trainer(
+    rank: int, url: str, pair: str, versions: list[int], deadline: float, deaf_seconds: float = 0.0
+) -> list[Any]:
+    """Connects and sends each version; what came of each, an error as text.
+
+    The answer to its digests takes `deaf_seconds` to arrive.
+    """
     source = ShardSource(rank)
     worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=deadline)
+    tell = worker._client.digests
+
+    def told(*arguments: Any) -> Any:
+        answer = tell(*arguments)
+        time.sleep(deaf_seconds)
+        return answer
+
+    worker._client.digests = told  # type: ignore[method-assign]
     said: list[Any] = []
     try:
         worker.connect()

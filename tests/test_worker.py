@@ -114,6 +114,17 @@ def test_without_verification_a_flipped_bit_is_served_and_nothing_is_called_veri
     assert len(found[3][1]) == 1
 
 
+def test_an_update_that_ends_before_a_rank_knows_that_it_has_reported_calls_nothing_off(gateway: str) -> None:
+    """The group was given up, and every second update began with a failure and joined anew."""
+    pair_workers.create(gateway, "deaf", {"rollout-0": 2}, verify="off")
+    roles = [(kind, {**plays, "deaf_seconds": 0.5}) for kind, plays in trainers([1, 2, 3])]
+    roles += ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2, 3])
+    found = run_ranks(pair_workers.play, 4, gateway, "deaf", roles, timeout=100.0)
+    assert [said["rollout-0"]["attempts"] for said in found[0]] == [1, 1, 1]
+    with GatewayClient(gateway) as client:
+        assert client.pair_status("deaf")["instances"]["rollout-0"]["epoch"] == 1
+
+
 def test_an_instance_that_lacks_an_expert_is_named(gateway: str) -> None:
     """Expert 3 is on no rank: its map says so by itself, and the trainer is told which tensors are on no rank."""
     pair_workers.create(gateway, "lacks", {"rollout-0": 1}, register=20.0)

@@ -5,7 +5,9 @@ the same answer by themselves, whatever each of them does to fill or empty a mes
 
 A box above the limit is split along its outermost dimensions into smaller boxes. Pieces are put in order of dtype and
 shape: pieces of one shape are often neighbours in one parameter, where one copy moves many. A large piece is a message
-of its own, so that it can leave from and arrive in the parameter itself; small ones of one dtype share messages.
+of its own, so that it can leave from and arrive in the parameter itself; small ones of one dtype share messages. Over
+a transport that takes messages from many places all do.
+
 Message i of every pair of ranks moves in a round that grows with i, in the same round at both ends, and waits for
 nothing in later rounds: so every round completes, by induction, and none needs more staging memory than planned.
 """
@@ -32,7 +34,7 @@ __all__ = [
 ]
 
 LARGE_BYTES = 1 << 18
-"""A piece of at least so many bytes is a message of its own."""
+"""A piece of at least so many bytes is a message of its own, unless the transport scatters."""
 
 MAX_MESSAGE_BYTES = 1 << 23
 """Messages and rounds are not longer, whatever the staging memory: longer ones gain nothing."""
@@ -121,12 +123,15 @@ def split_boxes(size: IntArray, itemsize: IntArray, limit: int) -> tuple[IntArra
     return row, offset, piece
 
 
-def cut_messages(size: IntArray, dtype: IntArray, limit: int) -> Messages:
-    """The messages that carry boxes of `size` (n, D) in the dtypes of codes `dtype` (n,), in the plan's order."""
+def cut_messages(size: IntArray, dtype: IntArray, limit: int, large_bytes: int = LARGE_BYTES) -> Messages:
+    """The messages that carry boxes of `size` (n, D) in the dtypes of codes `dtype` (n,), in the plan's order.
+
+    Pieces of at least `large_bytes` do not share one; where messages may lie in many places they need not be alone.
+    """
     box, offset, piece = split_boxes(size, ITEMSIZE[dtype], limit)
     code = dtype[box]
     nbytes = piece.prod(axis=1) * ITEMSIZE[code]
-    large = nbytes >= min(LARGE_BYTES, limit)
+    large = nbytes >= min(large_bytes, limit)
     order = shape_order(piece, code, large)
     box, offset, piece, code, nbytes, large = (c[order] for c in (box, offset, piece, code, nbytes, large))
 

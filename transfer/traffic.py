@@ -15,7 +15,7 @@ import torch
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray, RankLayout, pad_boxes
-from weightcast.transfer.messages import cut_messages, message_limit
+from weightcast.transfer.messages import LARGE_BYTES, cut_messages, message_limit
 from weightcast.transfer.plan import Kind, RankPart
 from weightcast.transfer.strided import BoolArray, StridedCopies, contiguous_strides, join
 
@@ -135,7 +135,7 @@ def find_traffic(
     messages = 0
     for key in np.unique(keys, axis=0):
         mine = moved[(keys == key).all(axis=1)]
-        made = cut_messages(ops.size[mine], part.wire_dtype[mine], limit)
+        made = cut_messages(ops.size[mine], part.wire_dtype[mine], limit, limit if scatters else LARGE_BYTES)
         boxes = mine[made.box]
         columns.append(
             [

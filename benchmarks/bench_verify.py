@@ -1,0 +1,59 @@
+"""What verification adds to a whole update: plain processes and a gateway over HTTP, with `full`, `sampled` and `off`.
+
+    python benchmarks/bench_verify.py --mib 256 --tensors 500 --updates 20
+
+Two trainer ranks and an instance of one rank each, live at the same time, and updated by turns. An update is timed on
+trainer rank 0 from the offer to the decision: orders, transfer, digests on both sides and their comparison.
+bench_transfer.py has what digests take beside the transfer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import secrets
+import statistics
+import sys
+from contextlib import ExitStack
+
+import torch
+from bench_ray import INSTANCE, PAIR, TRAINERS, Plain, measure, plain_gateway
+
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+
+OFF = "off"
+WAYS = (OFF, "sampled", "full")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256, help="size of the model (256)")
+    parser.add_argument("--tensors", type=int, default=500, help="tensors of the model (500)")
+    parser.add_argument("--updates", type=int, default=20, help="updates of each (20)")
+    arguments = parser.parse_args()
+    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{arguments.mib} MiB in {arguments.tensors} tensors, {TRAINERS} trainer ranks, 1 instance")
+    with ExitStack() as stack:
+        sides = {}
+        for way in WAYS:
+            url = stack.enter_context(plain_gateway())
+            with GatewayClient(url) as client:
+                client.create_pair(PAIR, TRAINERS, {INSTANCE: {"kind": "worker", "world_size": 1}}, verify=way)
+            sides[way] = Plain(url, arguments)
+            stack.callback(sides[way].close)
+        seconds = measure(sides, arguments.updates)
+    print(f"{'verify':<10}{'best':>10}{'median':>10}{'adds':>8}{'median':>8}")
+    best, median = min(seconds[OFF]), statistics.median(seconds[OFF])
+    for way, found in seconds.items():
+        middle = statistics.median(found)
+        print(
+            f"{way:<10}{min(found) * 1e3:>7.1f} ms{middle * 1e3:>7.1f} ms"
+            f"{min(found) / best - 1:>+8.0%}{middle / median - 1:>+8.0%}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
