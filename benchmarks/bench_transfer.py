@@ -1,10 +1,10 @@
 """The executor beside one large tensor, beside Awex and beside gathering and broadcasting, in one run on one machine.
 
-    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--awex DIR] [--skip-load]
+    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--backend gloo] [--awex DIR] [--skip-load]
 
-First table: each line moves the same bytes from one trainer process to one instance process over Gloo on the loopback
-device, by turns: the limit (one tensor, one send, one receive), ours, Awex's `batch_send_recv`. The best run of each
-counts. `of limit` compares wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
+First table: each line moves the same bytes from one trainer process to one instance process over the loopback device,
+by turns: the limit (one tensor, one send, one receive of our group), the same over Gloo, ours, Awex's
+`batch_send_recv`. The best run of each counts. `of limit` and `of Gloo` compare wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
 former cannot exceed the latter. `extra` is the peak of memory that a process gained while it prepared and ran; the
 setting is 512 MiB.
 
