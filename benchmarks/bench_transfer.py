@@ -4,9 +4,8 @@
 
 First table: each line moves the same bytes from one trainer process to one instance process over the loopback device,
 by turns: the limit (one tensor, one send, one receive of our group), the same over Gloo, ours, Awex's
-`batch_send_recv`. The best run of each counts. `of limit` and `of Gloo` compare wall time, `by CPU` the CPU seconds of both processes: on a machine with no idle core the
-former cannot exceed the latter. `extra` is the peak of memory that a process gained while it prepared and ran; the
-setting is 512 MiB.
+`batch_send_recv`. The best run of each counts. `of limit` and `of Gloo` compare wall time, `by CPU` the CPU seconds of
+both processes. `extra` is the peak of memory that a process gained while it prepared and ran; the setting is 512 MiB.
 
 Second table: what digests on both sides take, right after such a transfer, relative to what the transfer took: in time
 and in CPU seconds. `at N GB/s` is what a full digest adds on a wire of that speed with an idle core on both sides: the
