@@ -170,6 +170,23 @@ def test_a_group_lives_beside_a_default_process_group_and_without_one(backend: s
     del store
 
 
+def test_members_of_different_backends_are_told_so() -> None:
+    store, port = open_store("127.0.0.1", soon())
+    stores = [store, connect_store("127.0.0.1", port, soon())]
+
+    def join(rank: int, backend: str) -> Communicator:
+        return join_group(stores[rank], rank=rank, labels=LABELS[:2], name="x", deadline=soon(), backend=backend)
+
+    start = time.monotonic()
+    mine, theirs = together(lambda: join(0, "tcp"), lambda: join(1, "gloo"))
+    assert time.monotonic() - start < 5.0, "only the deadline noticed"
+    assert type(mine) is type(theirs) is TransferError
+    assert str(mine) == ("x: rollout-0 rank 0 connects by backend 'gloo', trainer rank 3 by 'tcp'; give both the same")
+    assert str(theirs) == (
+        "x: trainer rank 3 connects by backend 'tcp', rollout-0 rank 0 by 'gloo'; give both the same"
+    )
+
+
 def test_unknown_backends_are_refused() -> None:
     store, _ = open_store("127.0.0.1", soon())
     with pytest.raises(TransferError, match="backend 'mpi' is not known; known are tcp, gloo, nccl"):

@@ -317,7 +317,7 @@ def test_strangers_that_stay_silent_cannot_take_all_descriptors(monkeypatch: pyt
     store, port = open_store("127.0.0.1", soon())
     scoped = PrefixStore("weightcast/x", connect_store("127.0.0.1", port, soon()))
     scoped.set("address/1", "1 127.0.0.1")
-    scoped.set("here/1", PAIR[1])  # and never connects
+    scoped.set("here/1", "tcp")  # and never connects
     came: list[bool] = []
 
     def disturb() -> None:

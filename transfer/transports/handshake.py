@@ -48,7 +48,7 @@ def connect_all(store: Store, naming: Naming, address: str, deadline: Deadline) 
             store.set(f"address/{rank}", f"{port} {host}")
             if rank == 0:
                 store.set("secret", secrets.token_hex(16))
-            meet(store, rank, naming.labels, naming.group, deadline)
+            meet(store, rank, naming.labels, naming.group, "tcp", deadline)
             addresses = [store.get(f"address/{peer}").decode().split(maxsplit=1) for peer in range(size)]
             secret = bytes.fromhex(store.get("secret").decode())
         except RuntimeError as error:

@@ -74,10 +74,10 @@ def connect_store(host: str, port: int, deadline: Deadline) -> Store:
         ) from error
 
 
-def meet(store: Store, rank: int, labels: Sequence[str], name: str, deadline: Deadline) -> None:
-    """Returns when every member has said in the store that it is here."""
+def meet(store: Store, rank: int, labels: Sequence[str], name: str, backend: str, deadline: Deadline) -> None:
+    """Returns when every member has said in the store that it is here, and connects by the same backend."""
     try:
-        store.set(f"here/{rank}", labels[rank])
+        store.set(f"here/{rank}", backend)
         missing = list(range(len(labels)))
         while missing:
             missing = [member for member in missing if not store.check([f"here/{member}"])]
@@ -88,8 +88,14 @@ def meet(store: Store, rank: int, labels: Sequence[str], name: str, deadline: De
                 )
             if missing:
                 time.sleep(_POLL_SECONDS)
+        others = [(store.get(f"here/{member}").decode(), label) for member, label in enumerate(labels)]
     except RuntimeError as error:
         raise TransferError(f"{name}: {labels[rank]} lost the store of {labels[0]}: {one_line(error)}") from error
+    for other, label in others:
+        if other != backend:
+            raise TransferError(
+                f"{name}: {label} connects by backend {other!r}, {labels[rank]} by {backend!r}; give both the same"
+            )
 
 
 def one_line(cause: object) -> str:

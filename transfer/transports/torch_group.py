@@ -79,7 +79,7 @@ class TorchGroup:
         choice (GLOO_SOCKET_IFNAME or the host's name). Raises DeadlineError naming who did not come.
         """
         scoped = _distributed.PrefixStore(f"weightcast/{name}", store)
-        meet(scoped, rank, labels, name, deadline)
+        meet(scoped, rank, labels, name, backend, deadline)
         try:
             if backend == "gloo":
                 device = device or torch.device("cpu")
