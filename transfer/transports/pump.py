@@ -150,7 +150,8 @@ class _Link:
         least = min(_LEAST_BYTES, self.receives[0][0].cursor.due) if self.receives else 1
         if least != self._least:
             self._least = least
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            with suppress(OSError):  # where this cannot be said, we are only told more often
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
         sending = select.EPOLLOUT | select.EPOLLRDHUP if self.sends else 0
         return sending | (select.EPOLLIN if self.receives else 0)
 
