@@ -153,14 +153,22 @@ def plain_gateway() -> Iterator[str]:
             process.terminate()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def begin(description: str | None) -> argparse.Namespace:
+    """What the command line says, in an environment that the processes of one pair share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="size of the model (256)")
     parser.add_argument("--tensors", type=int, default=500, help="tensors of the model (500)")
     parser.add_argument("--updates", type=int, default=20, help="updates of each (20)")
-    arguments = parser.parse_args()
     os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    arguments = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
+    print(f"{arguments.mib} MiB in {arguments.tensors} tensors, {TRAINERS} trainer ranks, 1 instance")
+    return arguments
+
+
+def main() -> int:
+    arguments = begin(__doc__)
     import ray
 
     paths = os.pathsep.join([str(Path(__file__).resolve().parent), *filter(None, sys.path[1:])])
@@ -172,8 +180,7 @@ def main() -> int:
         _node_ip_address=ADDRESS,
         runtime_env={"env_vars": {"PYTHONPATH": paths}},
     )
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, Ray {ray.__version__}")
-    print(f"{arguments.mib} MiB in {arguments.tensors} tensors, {TRAINERS} trainer ranks, 1 instance")
+    print(f"Ray {ray.__version__}")
     with ExitStack() as stack:
         stack.callback(ray.shutdown)
         actor = start_gateway("bench")  # kept: it ends with its last handle

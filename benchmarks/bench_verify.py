@@ -9,33 +9,19 @@ bench_transfer.py has what digests take beside the transfer alone.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import secrets
 import statistics
-import sys
 from contextlib import ExitStack
 
-import torch
-from bench_ray import INSTANCE, PAIR, TRAINERS, Plain, measure, plain_gateway
+from bench_ray import INSTANCE, PAIR, TRAINERS, Plain, begin, measure, plain_gateway
 
-from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+from weightcast.gateway.client import GatewayClient
 
 OFF = "off"
 WAYS = (OFF, "sampled", "full")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=256, help="size of the model (256)")
-    parser.add_argument("--tensors", type=int, default=500, help="tensors of the model (500)")
-    parser.add_argument("--updates", type=int, default=20, help="updates of each (20)")
-    arguments = parser.parse_args()
-    os.environ[TOKEN_VARIABLE] = secrets.token_urlsafe(32)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}")
-    print(f"{arguments.mib} MiB in {arguments.tensors} tensors, {TRAINERS} trainer ranks, 1 instance")
+    arguments = begin(__doc__)
     with ExitStack() as stack:
         sides = {}
         for way in WAYS:
@@ -56,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

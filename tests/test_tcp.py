@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import selectors
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import TransferError
+from weightcast.transfer.errors import DeadlineError, TransferError
 from weightcast.transfer.transports import handshake, spans
 from weightcast.transfer.transports.base import Communicator, Exchange
 from weightcast.transfer.transports.group import join_group
@@ -337,6 +338,68 @@ def test_strangers_that_stay_silent_cannot_take_all_descriptors(monkeypatch: pyt
     )
     assert "waited 1 s for rollout-0 rank 0 to connect" in str(joined)
     assert came == [True, True, False, False, False, False, False], "the oldest go, beside three and the members"
+
+
+def accept_alone(monkeypatch: pytest.MonkeyPatch, selector: type[selectors.BaseSelector], seconds: float) -> str:
+    """What a member says that waits for another, which does not come, with a selector that plays tricks."""
+    monkeypatch.setattr(selectors, "DefaultSelector", selector)
+    with handshake.listen("127.0.0.1") as listener:
+        Strangers.address = listener.getsockname()
+        with pytest.raises(DeadlineError) as raised:
+            handshake._accept(listener, b"x" * 16, {1}, {}, Naming("x", PAIR, 0), soon(seconds))
+    return str(raised.value)
+
+
+class Strangers(selectors.SelectSelector):
+    """Two come and are silent; then the first speaks in the moment in which a third comes, who displaces it."""
+
+    address = ("", 0)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        known = [key.data.connection for key in self.get_map().values() if key.data is not None]
+        if len(known) == 2:
+            self.mine[0].sendall(b"?")
+        if not hasattr(self, "mine"):
+            self.mine: list[socket.socket] = []
+        if len(self.mine) < 3:
+            self.mine.append(socket.create_connection(self.address))
+        time.sleep(0.02)
+        return sorted(super().select(timeout), key=lambda event: event[0].data is not None)
+
+    def close(self) -> None:
+        super().close()
+        for connection in self.mine:
+            connection.close()
+
+
+def test_a_stranger_that_speaks_while_it_is_displaced_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_MOST_STRANGERS", 0)  # beside the two members
+    assert "waited 0.5 s for rollout-0 rank 0 to connect" in accept_alone(monkeypatch, Strangers, 0.5)
+
+
+class Restless(selectors.SelectSelector):
+    """Says without end that somebody has come."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        time.sleep(0.01)
+        return [(key, selectors.EVENT_READ) for key in self.get_map().values()]
+
+
+@pytest.mark.timeout(20)
+def test_the_deadline_holds_though_strangers_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "waited 0.5 s for rollout-0 rank 0 to connect" in accept_alone(monkeypatch, Restless, 0.5)
+
+
+def test_a_process_without_threads_says_so_and_loses_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store, _ = open_store("127.0.0.1", soon())
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(TransferError, match="trainer rank 0 cannot join: can't start new thread; see ulimit"):
+        TcpGroup.join(store, rank=0, labels=PAIR[:1], name="x", deadline=soon(), address="127.0.0.1")
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_process_without_descriptors_says_so_and_loses_none() -> None:

@@ -6,13 +6,15 @@ import numpy as np
 
 from weightcast.transfer.layout import IntArray
 
-__all__ = ["BIAS", "CONSTANT_BITS", "HALF_BITS", "constants"]
+__all__ = ["BIAS", "CONSTANT_BITS", "HALF_BITS", "LINE_BYTES", "constants"]
 
 BIAS = 0x9E3779
 """Added to every word."""
 CONSTANT_BITS = 24
 HALF_BITS = 12
 """Where constants are taken apart into two factors, so that products of narrow types stay exact."""
+LINE_BYTES = 64
+"""What a processor loads and fetches ahead at once."""
 
 
 def constants(dim: int, index: IntArray) -> IntArray:

@@ -30,7 +30,7 @@ from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from weightcast.transfer.digest_constants import BIAS, CONSTANT_BITS, HALF_BITS
+from weightcast.transfer.digest_constants import BIAS, CONSTANT_BITS, HALF_BITS, LINE_BYTES
 from weightcast.transfer.residues import PRIME
 
 __all__ = ["box_sums"]
@@ -50,8 +50,6 @@ _AHEAD = 512
 """Bytes between what is read and what is fetched into the cache meanwhile."""
 _SMALL = 16 << 10
 """Bytes of a box that is read while the next one is fetched."""
-_LINE = 64
-"""Bytes that are fetched at once."""
 _CARRY = (1 << 32) % PRIME
 """What 2^32 is congruent to. A sum is *folded* when what is above 2^32 has been replaced by so many times as much."""
 
@@ -317,7 +315,7 @@ class _Tile:
         builder, way, sums = self.builder, self.way, [self.way.none] * 4
         for number in range(way.vectors):
             index = _I64(number * way.lanes)
-            if number * way.lanes * self.itemsize % _LINE == 0:
+            if number * way.lanes * self.itemsize % LINE_BYTES == 0:
                 _fetch(builder, words, builder.add(index, self.ahead))
             products = way.products(builder, words, constants, index, None)
             sums = [builder.add(one, more) for one, more in zip(sums, products, strict=True)]

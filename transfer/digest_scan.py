@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from weightcast.transfer.digest_constants import HALF_BITS, constants
+from weightcast.transfer.digest_constants import HALF_BITS, LINE_BYTES, constants
 from weightcast.transfer.dtypes import ITEMSIZE, dtype_code, from_torch
 from weightcast.transfer.layout import IntArray, RankLayout
 from weightcast.transfer.residues import DigestArray, add_runs
@@ -35,10 +35,9 @@ _FLOAT32_AS_BFLOAT16 = "<u4"
 """How `digest_loops` is told the types of words by their size, and of what is cast on the way."""
 _FARTHEST = 1 << 20
 """Constants are kept for indices below this; boxes that reach farther are digested without."""
-_LINE = 64
-"""Bytes of a line of the cache. A vector of constants that lies in two of them takes twice as long to load."""
-_COLUMNS = _LINE // 2
-"""Columns of a table of constants whose numbers of 2 bytes fill a line: each dimension begins at one."""
+_COLUMNS = LINE_BYTES // 2
+"""Columns of a table of constants whose numbers of 2 bytes fill a line of the cache: each dimension begins at one, for
+a vector that lies in two takes twice as long to load."""
 _LONG = 16
 """A contiguous dimension of so many elements is read in vectors."""
 _PIECE_BYTES = 4 << 20
@@ -143,8 +142,8 @@ def _row_length(columns: int) -> int:
 
 def _from_a_line(table: IntArray, dtype: type[np.integer[Any]]) -> np.ndarray[Any, Any]:
     """A copy that begins where a line of the cache does."""
-    room = np.empty(table.size + _LINE, dtype=dtype)
-    first = -room.ctypes.data % _LINE // room.itemsize
+    room = np.empty(table.size + LINE_BYTES, dtype=dtype)
+    first = -room.ctypes.data % LINE_BYTES // room.itemsize
     copy = room[first : first + table.size].reshape(table.shape)
     copy[:] = table
     return copy

@@ -48,14 +48,15 @@ class Schedule:
     """All rounds of one rank, and what follows them.
 
     `staging` holds every message that does not move straight from or to a parameter. Rounds share it in turn: as many
-    as may be in flight have a part each. `receivers` and `senders` are the peers that get messages, and give them.
+    as may be in flight have a part each. `said` is a byte for each peer that sends to this rank, `heard` one from each
+    that receives from it: the word that everything has arrived.
     """
 
     rounds: list[Round]
     replicate: CopyBatch
     staging: torch.Tensor
-    receivers: list[int]
-    senders: list[int]
+    said: list[Message]
+    heard: list[Message]
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
@@ -73,12 +74,16 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device, scat
     staging = torch.empty(staging_bytes, dtype=torch.uint8, device=device)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
-        rounds = make_rounds(traffic, layout, staging, places, scratch, scatters)
+        rounds = make_rounds(traffic, layout, staging, places, scratch)
         replicate, bytes_copied = _replication(part, layout, scratch)
     ways = (traffic.leaves, ~traffic.leaves)
-    receivers, senders = (np.unique(traffic.peer[way]).tolist() for way in ways)
+    word = torch.zeros(2, dtype=torch.uint8, device=device)
+    heard, said = (
+        [(peer, byte) for peer in np.unique(traffic.peer[way]).tolist()]
+        for way, byte in zip(ways, word.split(1), strict=True)
+    )
     sent, received = (int(traffic.nbytes[way].sum()) for way in ways)
-    return Schedule(rounds, replicate, staging, receivers, senders, sent, received, bytes_copied)
+    return Schedule(rounds, replicate, staging, said, heard, sent, received, bytes_copied)
 
 
 def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
@@ -98,12 +103,7 @@ def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
 
 
 def make_rounds(
-    traffic: Traffic,
-    layout: RankLayout,
-    staging: torch.Tensor,
-    places: IntArray,
-    scratch: torch.Tensor,
-    scatters: bool = False,
+    traffic: Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
 ) -> list[Round]:
     """The messages and copies of every round. `scratch` has SCRATCH_BYTES."""
     bases = layout.memory.bases
@@ -120,7 +120,7 @@ def make_rounds(
     unpacked = traffic.copies.take(~traffic.direct & ~leaves).turned()
     make_copies(unpacked, (staged, bases), 0, [r.unpack for r in rounds], traffic.round[unpacked.group], scratch)
     messages: Sequence[torch.Tensor | Spans] = (
-        _spans(traffic, layout, staged) if scatters else _tensors(traffic, layout, staged)
+        _spans(traffic, layout, staged) if traffic.scatters else _tensors(traffic, layout, staged)
     )
     # In each round, messages to one peer keep their order: both ends post them alike.
     ways = (traffic.peer.tolist(), traffic.leaves.tolist(), traffic.round.tolist())

@@ -34,7 +34,7 @@ class Traffic:
 
     Of messages, in columns: `peer`, `leaves` (bool), `stage`, `round`, `dtype`, `nbytes`. `copies` has groups that are
     message numbers; side MEMORY is memory, side WIRE the message. `direct` (k,) says which copies need not be made,
-    because the transport reads or writes memory as it lies there.
+    because the transport reads or writes memory as it lies there; with `scatters` in as many places as it may be.
     """
 
     peer: IntArray
@@ -45,6 +45,7 @@ class Traffic:
     nbytes: IntArray
     copies: StridedCopies
     direct: BoolArray
+    scatters: bool
 
     @property
     def straight(self) -> BoolArray:
@@ -161,7 +162,7 @@ def find_traffic(
     )
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
     direct = np.zeros(len(copies), dtype=bool) if staged else _direct(copies, dtype, layout, device, scatters)
-    return Traffic(peers, leaving.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct)
+    return Traffic(peers, leaving.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
 
 
 def in_memory(

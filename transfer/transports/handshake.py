@@ -123,7 +123,8 @@ def _accept(
                         f"{', '.join(naming.labels[peer] for peer in missing)} to connect to "
                         f"{listener.getsockname()[0]}; is that address reachable from there?"
                     )
-                for key, _ in ready:
+                # The listener last: whom a newcomer displaces may be among those who have just spoken.
+                for key, _ in sorted(ready, key=lambda event: event[0].data is None):
                     stranger: _Stranger | None = key.data
                     if stranger is None:
                         _welcome(listener, strangers, naming)

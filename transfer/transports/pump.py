@@ -95,7 +95,7 @@ class _Link:
         # A leg does not know its exchange: a cycle would keep the memory of what is over, where nobody collects it.
         self.sends: deque[tuple[_Leg, Posted]] = deque()
         self.receives: deque[tuple[_Leg, Posted]] = deque()
-        self.sent = self.received = 0
+        self.posted = {"send": 0, "receive": 0}
         self.interest = 0
         self.failure: object = None
         self._least = 1
@@ -103,13 +103,9 @@ class _Link:
     def add(self, peer: int, direction: str, memory: torch.Tensor | Spans) -> _Leg:
         """A message behind those that were posted before. It does not move yet."""
         spans = Spans.of_tensor(memory) if isinstance(memory, torch.Tensor) else memory
-        number = self.sent if direction == "send" else self.received
-        said = number, spans.nbytes
+        said = self.posted[direction], spans.nbytes
+        self.posted[direction] += 1
         header = np.array(said if direction == "send" else (0, 0), dtype=np.uint64)
-        if direction == "send":
-            self.sent += 1
-        else:
-            self.received += 1
         return _Leg(peer, direction, header, said, Cursor(header, spans), memory)
 
     def move(self, events: int) -> None:
@@ -188,6 +184,14 @@ class Pump(threading.Thread):
         """Ends the thread soon, which closes all connections; `join` waits until nothing moves any more."""
         self.stopped = True
         self._ring()
+
+    def start(self) -> None:
+        """Begins. Raises RuntimeError where there is no thread left, and closes all connections."""
+        try:
+            super().start()
+        except RuntimeError as error:
+            self._end(error)
+            raise
 
     def run(self) -> None:
         """Until it is stopped."""

@@ -1,7 +1,9 @@
-"""Where the members of a group meet before they are connected: a store that member 0 keeps.
+"""Where the members of a group meet before they are connected.
 
-store, port = open_store("10.0.0.7", deadline)        # member 0; the control plane carries host and port
-store = connect_store("10.0.0.7", port, deadline)     # everyone else
+    store, port = open_store("10.0.0.7", deadline)        # member 0; the control plane carries host and port
+    store = connect_store("10.0.0.7", port, deadline)     # everyone else
+
+The store is torch's. It serves one attempt to connect, and says who is here.
 """
 
 from __future__ import annotations
