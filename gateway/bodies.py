@@ -17,7 +17,6 @@ __all__ = [
     "BeatBody",
     "EngineBody",
     "FailureBody",
-    "MemberBody",
     "MovedBody",
     "OfferBody",
     "PairBody",
@@ -79,16 +78,9 @@ class RendezvousBody(_Body):
     port: int = Field(ge=1, le=65535)
 
 
-class MemberBody(_Body):
-    """Label of a member of a communicator."""
-
-    member: str = Field(min_length=1, max_length=255)
-
-
 class FailureBody(_Body):
     """What stopped a rank."""
 
-    who: str = Field(max_length=255)
     error: str = Field(max_length=64)
     message: str = Field(max_length=10_000)
 
@@ -119,5 +111,4 @@ class BeatBody(_Body):
 class OfferBody(_Body):
     """A trainer rank's readiness to send a version."""
 
-    rank: int = Field(ge=0)
     version: int = Field(ge=0, lt=1 << 62)

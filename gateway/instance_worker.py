@@ -321,6 +321,6 @@ class InstanceWorker:
         where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
         log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
         try:
-            self._client.fail(self._pair, self._instance, self._epoch, f"{self._instance} rank {self._rank}", error)
+            self._client.fail(self._pair, self._instance, self._epoch, "instance", self._rank, error)
         except WeightcastError as second:
             log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)

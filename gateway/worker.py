@@ -53,6 +53,11 @@ class TrainerWorker:
     unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
     are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
     that resizes, offloads or pins its weights. Without it all bytes travel.
+
+    Of each rank of a pair's trainer one process is believed: the worker that connected last. It displaces the one
+    before it for good: whatever that one asks from then on raises DisplacedError, `connect` too. `takeover` lets this
+    worker's `connect` displace another one also when it was displaced itself: for a trainer that is to go on after it
+    was replaced by mistake; then all of its ranks need it.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class TrainerWorker:
         address: str = "127.0.0.1",
         deadline: float | None = None,
         share: Share = None,
+        takeover: bool = False,
     ) -> None:
         self._url, self._token = url, token
         self._client = GatewayClient(url, token)
@@ -81,21 +87,20 @@ class TrainerWorker:
         self._members: dict[str, Member] = {}
         self._running: dict[str, Run] = {}
         self._digests = SharedDigests()
-        self._start, self._generation = "", 0
+        self._takeover = takeover
+        # One process to the gateway, whose connects are numbered.
+        self._process, self._connects, self._generation = uuid.uuid4().hex, 0, 0
 
     def connect(self) -> None:
         """Describes and registers this rank, and joins the communicator of every instance.
 
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
-        on.
+        on; DisplacedError when another process has replaced this one.
         """
         self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
-        self._start = uuid.uuid4().hex
-        registered = self._register(self._layout)
-        if self._heartbeat is None:
-            path = f"{self._pair}/trainer/{self._rank}"
-            self._heartbeat = Heartbeat(self._url, self._token, path, self._start, self._waits.heartbeat)
+        self._connects += 1
+        registered = self._register(self._layout, takeover=self._takeover)
         instances = self._client.pair_status(self._pair)["instances"]
         names = [name for name, record in instances.items() if record["phase"] != "left"]
         if self._rank == 0:
@@ -110,11 +115,15 @@ class TrainerWorker:
         layout = self._source.describe()
         return share_memory(layout) if self._share == "in_place" else layout
 
-    def _register(self, layout: RankLayout) -> Registered:
+    def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
         """Orders for the trainer as it was before this are passed over."""
-        report = report_of(layout, self._rank, self._world)
-        registered = self._client.register_trainer(self._pair, report, self._start)
+        report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
+        registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
         self._generation = registered.generation
+        if self._heartbeat is None:
+            path = f"{self._pair}/trainer/{self._rank}"
+            self._heartbeat = Heartbeat(self._url, self._token, path, "", self._waits.heartbeat)
+        self._heartbeat.speak_as(self._client.incarnation)
         return registered
 
     def _feed(self, first_order: int, boot: str) -> OrderFeed:
@@ -124,7 +133,9 @@ class TrainerWorker:
         """Brings every instance to `version`. Returns when all are decided.
 
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
-        layout is no longer the one it registered, and UpdateError naming each instance that did not commit and why.
+        layout is no longer the one it registered, DisplacedError when another process has replaced this one,
+        PairStateError when another rank started anew and all have to connect again, and UpdateError naming each
+        instance that did not commit and why.
         """
         layout = self._describe()
         if self._layout is None:
@@ -137,7 +148,7 @@ class TrainerWorker:
             self._rebind(layout)
         boot = self._client.offer(self._pair, self._rank, version)
         if boot is None:
-            self._register(layout)  # the gateway was restarted
+            self._register(layout, resumes=True)  # the gateway was restarted
             boot = self._client.offer(self._pair, self._rank, version) or ""
         deadline = time.monotonic() + self._waits.gateway
         self._digests.forget()
@@ -150,6 +161,7 @@ class TrainerWorker:
             lambda name, take: self._follow_update(name, version, take, reports),
             lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
             self._call_off,
+            self._call_all_off,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
@@ -269,12 +281,19 @@ class TrainerWorker:
             log.warning("the run is called off: %s", order["reason"], extra=where)
             run.call_off()
 
+    def _call_all_off(self, error: BaseException) -> None:
+        """Ends all runs: the gateway gives this rank no more orders, as when another process has replaced it."""
+        for name, run in tuple(self._running.items()):
+            where = {"pair": self._pair, "instance": name, "rank": self._rank}
+            log.warning("the run is called off: %s", error, extra=where)
+            run.call_off()
+
     def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}
         log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
         # A failure that arrives in an epoch that is over concerns nobody any more.
         with suppress(PairStateError):
-            self._client.fail(self._pair, name, epoch, f"trainer rank {self._rank}", error)
+            self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
 
 
 def _outcome(name: str, record: dict[str, Any]) -> str:

@@ -29,7 +29,20 @@ from weightcast.transfer.plan import RankPart
 from weightcast.transfer.residues import PRIME
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["ALL", "BOTTOM", "STEPS", "TOP", "A", "B", "Engine", "Play", "Trainer", "connected", "make_pair"]
+__all__ = [
+    "ALL",
+    "BOTTOM",
+    "STEPS",
+    "TOP",
+    "A",
+    "B",
+    "Engine",
+    "Play",
+    "Trainer",
+    "connected",
+    "make_pair",
+    "reports_of",
+]
 
 STEPS = ["pause", "begin", "transfer", "end", "publish", "resume"]
 A, B = "rollout-0", "rollout-1"
@@ -180,12 +193,15 @@ class Trainer:
     def __init__(self, pair: Pair, rank: int) -> None:
         self.pair, self.rank = pair, rank
         self.silent = False
+        self.starts = 0
         self.parts: dict[str, RankPart] = {}
         self.cursor = dict.fromkeys(pair.instances, 0)
         self.told: dict[str, Order] = {}
 
     async def register(self) -> None:
-        await self.pair.register_trainer(self.rank, reports_of(TRAINER)[self.rank])
+        self.starts += 1
+        start = f"{id(self):x}.{self.starts}"
+        await self.pair.register_trainer(self.rank, reports_of(TRAINER)[self.rank], start)
 
     async def follow(self, *last: str) -> None:
         """Follows the orders of every instance to the first of the actions `last`."""

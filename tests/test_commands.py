@@ -68,14 +68,14 @@ def whole(reports: list[RankReport]) -> RankReport:
 def register(url: str, pair: str, error: Exception | None = None) -> None:
     """A trainer and an instance of two ranks that register and go no further; `error` is what one of them says."""
     reports = [moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]
-    with GatewayClient(url) as client:
+    with GatewayClient(url) as client, GatewayClient(url) as engine:
         client.create_pair(pair, 1, {"rollout-0": {"kind": "worker", "world_size": 2}}, {"join": 1.0})
         client.register_trainer(pair, whole(reports))
         if error is not None:
-            client.fail(pair, "rollout-0", 1, "rollout-0 rank 1", error)
+            engine.fail(pair, "rollout-0", 1, "instance", 1, error)
         else:
             for report in reports:
-                client.register_instance(pair, "rollout-0", 1, report)
+                engine.register_instance(pair, "rollout-0", 1, report)
         client.start_connect(pair)
         limit = time.monotonic() + 30.0
         while client.pair_status(pair)["instances"]["rollout-0"]["phase"] != "failed":

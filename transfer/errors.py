@@ -19,6 +19,8 @@
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
         ├── VersionError              a version that does not grow
+        ├── DisplacedError            a trainer process that was replaced speaks all the same
+        ├── UnregisteredError         a trainer rank that this start of the gateway does not know: register first
         └── AuthorizationError        a missing or wrong token
 
 A message names tensor, rank, instance, what was expected, what was found, and what to do. It is one line, so that it
@@ -37,6 +39,7 @@ __all__ = [
     "DeadlineError",
     "DescribeError",
     "DigestMismatchError",
+    "DisplacedError",
     "EngineError",
     "InputError",
     "LayoutError",
@@ -46,6 +49,7 @@ __all__ = [
     "PlanError",
     "StalePlanError",
     "TransferError",
+    "UnregisteredError",
     "UpdateError",
     "VersionError",
     "WeightcastError",
@@ -135,6 +139,14 @@ class PairStateError(ControlError):
 
 class VersionError(ControlError):
     """A version that is not greater than the one committed."""
+
+
+class DisplacedError(ControlError):
+    """A trainer process that another one has replaced is believed no more; the message names both."""
+
+
+class UnregisteredError(ControlError):
+    """A trainer rank that has not registered since the gateway was started, or since its pair was made."""
 
 
 class AuthorizationError(ControlError):
