@@ -136,7 +136,7 @@ class Incarnations:
             raise self._replaced(f"trainer rank {said.rank}, an earlier process of start {said.start[:64]}", known)
         if (known.start, known.generation) != (said.start, said.generation):
             raise PairStateError(
-                f"pair {self._pair}: {known} has connected again since; what was begun before that is over"
+                f"pair {self._pair}: {known}, has connected again since; what was begun before that is over"
             )
         if known.generation != self.generation:
             raise self._older(known)
@@ -165,8 +165,9 @@ class Incarnations:
             self._resumed = named
         else:
             begins = begins or (known is not None and known.generation == self.generation)
-            begins = begins or (was or 0) >= self.generation
-            generation = max(self.generation, was or 0) + begins
+            # Others of its generation go on: what it connects anew for, they have to as well.
+            begins = begins or (not takeover and (was or 0) >= self._resumed)
+            generation = max(self.generation, was or 0) + 1 if begins else self.generation
             self._resumed = generation
         self.generation = generation
         newcomer = replace(newcomer, generation=generation, claim=claim)
@@ -197,13 +198,13 @@ class Incarnations:
 
     def _replaced(self, gone: object, by: object) -> DisplacedError:
         return DisplacedError(
-            f"pair {self._pair}: {gone} was replaced by {by} and is believed no more; end it, or if it is the one that "
-            "shall go on, connect it with TrainerWorker(..., takeover=True)"
+            f"pair {self._pair}: {gone}, was replaced by {by}, and is believed no more; end it, or if it is the one "
+            "that shall go on, connect it with TrainerWorker(..., takeover=True)"
         )
 
     def _older(self, process: TrainerProcess) -> PairStateError:
         newest = max(self._believed.values(), key=lambda known: (known.generation, known.registered), default=None)
         return PairStateError(
-            f"pair {self._pair}: {process} is of generation {process.generation}, and the trainer has started anew: "
-            f"{newest} is of generation {self.generation}; call connect() again on all trainer ranks"
+            f"pair {self._pair}: {process}, is of generation {process.generation}, and the trainer has started anew: "
+            f"{newest}, is of generation {self.generation}; call connect() again on all trainer ranks"
         )
