@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +25,7 @@ from fault_model import Seen, Sink, Source, fill
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.membership import Member
 from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.errors import PairStateError, WeightcastError
 from weightcast.transfer.runs import MemoryAt
 
 __all__ = ["PAIR", "run_engine", "run_trainer"]
@@ -136,15 +137,17 @@ def drop(port: int, gateway: bool) -> None:
             continue  # no socket, or one that is not connected
 
 
-def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -> None:
-    """Serves the script: ("connect",), ("update", version), ("arm", phase, instance), ("end",)."""
+def run_trainer(rank: int, world: int, url: str, token: str, options: dict[str, Any], pipe: Connection) -> None:
+    """Serves the script: ("connect",), ("update", version, the version whose content it holds then), ("arm", phase,
+    instance), ("ended?",), ("end",). A rank that is told to connect again does.
+    """
     _quiet()
     port = int(url.rpartition(":")[2])
     source = Source(rank)
     flips: list[int] = []
     watched = [""]
     control = Control(pipe, {"drop": lambda gateway: drop(port, gateway), "flip": flips.append})
-    worker = TrainerWorker(url, PAIR, source, rank=rank, world_size=world, token=token)
+    worker = TrainerWorker(url, PAIR, source, rank=rank, world_size=world, token=token, **options)
     watch_executors(control, flips, lambda member: member.part.instance == watched[0])
     before(worker._client, "offer", lambda: control.at("offer"))
 
@@ -173,18 +176,28 @@ def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -
             watched[0] = arguments[1]
             control.arm(arguments[0])
             pipe.send(("armed",))
-            continue
-        try:
-            if what == "connect":
-                pipe.send(("done", worker.connect()))
-            else:
-                fill(source.pieces, arguments[0])
-                pipe.send(("done", worker.update(arguments[0]).instances))
-        except WeightcastError as error:
-            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        elif what == "ended?":
+            pipe.send(("ended",))
+        elif what in ("connect", "update"):
+            pipe.send(_answer(worker, source, what, *arguments))
 
 
-def run_engine(name: str, rank: int, world: int, number: int, url: str, token: str, pipe: Connection) -> None:
+def _answer(worker: TrainerWorker, source: Source, what: str, version: int = 0, content: int = 0) -> tuple[str, Any]:
+    try:
+        if what == "connect":
+            return "done", worker.connect()
+        fill(source.pieces, content)
+        return "done", worker.update(version).instances
+    except WeightcastError as error:
+        if isinstance(error, PairStateError) and "call connect() again" in str(error):
+            with suppress(WeightcastError):
+                worker.connect()
+        return "failed", f"{type(error).__name__}: {error}"
+
+
+def run_engine(
+    name: str, rank: int, world: int, number: int, url: str, token: str, backend: str, pipe: Connection
+) -> None:
     """Serves orders of the gateway and the script: ("see",), ("arm", phase), ("end",)."""
     _quiet()
     port = int(url.rpartition(":")[2])
@@ -200,7 +213,7 @@ def run_engine(name: str, rank: int, world: int, number: int, url: str, token: s
         "skip": lambda: sink.slots[0, 0].copy_(kept["slot"]),
     }
     control = Control(pipe, acts)
-    worker = InstanceWorker(url, PAIR, name, sink, rank=rank, world_size=world, token=token)
+    worker = InstanceWorker(url, PAIR, name, sink, rank=rank, world_size=world, token=token, backend=backend)
     watch_executors(control, [], lambda _: True)
     before(worker, "_register", lambda: control.at("register"))
     before(worker, "_join", lambda: control.at("join"))

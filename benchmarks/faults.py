@@ -38,13 +38,16 @@ WRONG_MEMORY = ("flip", "corrupt", "swap", "skip")
 
 @dataclass(slots=True)
 class Run:
-    """One update with one fault. `where` is whom or what it hits, `concerned` are the instances it may keep back."""
+    """One update with one fault. `where` is whom or what it hits, `concerned` are the instances it may keep back,
+    `haunts` when a trainer process that was replaced goes on: beside the next update, or after it.
+    """
 
     kind: str
     where: str = ""
     concerned: tuple[str, ...] = NAMES
     version: int = 0
     happened: bool = False
+    haunts: str = ""
     fenced: bool | None = None
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -152,6 +155,33 @@ def drop(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callabl
     return _once(run, lambda stopped: stopped.send("drop", gateway))
 
 
+def zombie(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """Trainer ranks stand still in an update, all or one of them, and are replaced; the next update comes; then they
+    go on where they were, offer and send, and connect anew.
+    """
+    stopped, name = chance.choice(world.trainers), chance.choice(NAMES)
+    ranks = range(TRAINERS) if chance.random() < 0.5 else [world.trainers.index(stopped)]
+    # Who has reported its digests may be done before it is replaced; then nobody tells the other ranks.
+    phase = chance.choice(TRAINER_PHASES if len(ranks) == TRAINERS else TRAINER_PHASES[:-1])
+    run.haunts = chance.choice(("beside", "after"))
+    world.arm(stopped, phase, name)
+    run.where = f"trainer rank {', '.join(map(str, ranks))} at {phase}, {run.haunts} the next"
+
+    def at(process: Process, phase: str) -> None:
+        run.happened = True
+        world.replace(*ranks)
+
+    return at
+
+
+def _lay(world: World, run: Run) -> None:
+    """Every zombie was told by whom it was replaced, whatever it asked."""
+    for said in world.lay():
+        refused = [answer for answer in said[-3:] if answer[0] == "failed" and answer[1].startswith("DisplacedError: ")]
+        if len(refused) < 3:
+            run.faults.append(f"a process that was replaced was believed: {said}")
+
+
 def flip(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
     """One bit of what a trainer rank sends changes on the way."""
     process, name = chance.choice(world.trainers), chance.choice(NAMES)
@@ -216,6 +246,7 @@ FAULTS: dict[str, Fault] = {
     "skip": skip,
     "move": move,
     "full disk": full_disk,
+    "zombie": zombie,
 }
 
 
@@ -261,8 +292,15 @@ def _recover(world: World, run: Run) -> None:
     if dead:
         world.connect()
     version = world.begin()
+    if run.haunts == "beside":
+        world.haunt(version)
     said = world.end(_go)
     world.rest()
+    if run.haunts == "after":
+        world.haunt(version + 1)
+    if run.happened and run.haunts:
+        _lay(world, run)
+        world.rest()
     instances = world.status()["instances"]
     late = [name for name, i in instances.items() if i["version"] != version or not i["serves"]]
     run.faults += [f"{name} did not recover: {instances[name]['reason']}; {said}" for name in late]
