@@ -252,6 +252,7 @@ class World:
         `at` is called with every process that stops at the phase that it is armed with.
         """
         said: dict[int, Any] = {}
+        self._renewed.clear()
         deadline = time.monotonic() + seconds
         while len(said) < len(self.trainers):
             if {rank for rank, t in enumerate(self.trainers) if t is not self.frozen} <= said.keys():
