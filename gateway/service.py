@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from weightcast.transfer.replan import Planner
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
+log = logging.getLogger("weightcast.gateway")
 
 _START = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
@@ -165,7 +167,10 @@ class Pair(Side):
 
     def _silence_others(self, admission: Admission) -> None:
         """Ends the requests under way of incarnations that are believed no more."""
-        gone = {standing.process.process for standing in admission.changed if standing.by is not None}
+        gone = {process.process: by for process, by in admission.changed if by is not None}
+        for process, by in admission.changed:
+            if by is not None:
+                log.warning("%s, was replaced by %s", process, by, extra={"pair": self.spec.name, "rank": process.rank})
         for task, said in tuple(self.asking.items()):
             if process_of(said.start) in gone or said.generation != self.generation:
                 task.cancel()
