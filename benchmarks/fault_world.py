@@ -109,7 +109,7 @@ class World:
     """All processes. Everything is started on entry and ended on exit.
 
     `zombies` are trainer processes that others have replaced and that still live, by rank. `options` are those of
-    `TrainerWorker`; `remembers` gives the gateway a state file.
+    `TrainerWorker`; `settings` are the pair's, `remembers` gives the gateway a state file.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class World:
         commit: str = "each",
         *,
         bucket_bytes: int = 64 << 10,
+        settings: dict[str, float] = SETTINGS,
         remembers: bool = True,
         **options: Any,
     ) -> None:
@@ -127,7 +128,7 @@ class World:
             ["torch", "fault_ranks", "weightcast.cli", "uvicorn", "weightcast.gateway.app"]
         )
         self._work, self._commit, self._bucket_bytes = work, commit, bucket_bytes
-        self._remembers, self._options = remembers, options
+        self._settings, self._remembers, self._options = settings, remembers, options
         self._token = make_token()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -153,7 +154,7 @@ class World:
         """As whoever starts a trainer does; the same again changes nothing."""
         backend = self._options.get("backend", "tcp")
         instances = {n: {"kind": "worker", "world_size": world, "backend": backend} for n, world in INSTANCES.items()}
-        self.client.create_pair(fault_ranks.PAIR, TRAINERS, instances, SETTINGS, self._bucket_bytes, self._commit)
+        self.client.create_pair(fault_ranks.PAIR, TRAINERS, instances, self._settings, self._bucket_bytes, self._commit)
 
     def __exit__(self, *_: object) -> None:
         self.client.close()

@@ -352,17 +352,17 @@ async def play(count: int, seed: int) -> tuple[Counter[int], list[str], int]:
     spec = PairSpec("p", 1, {"i": EngineSpec("worker", 1)}, Settings(**quick))  # type: ignore[arg-type]
     statuses: Counter[int] = Counter()
     faults: list[str] = []
-    before = 0
+    before = generation = 0
     for number in range(count):
         if number % 250 == 0:  # what was asked of it so far may have changed it, as it should
             gateway.pairs.clear()
             pair = await gateway.create(spec)
-            await pair.register_trainer(0, reports()[0], START)
+            generation, _ = await pair.register_trainer(0, reports()[0], START)
             if number == 5000:
                 before = resident()
         valid = chance.choice(seeds)
         if "trainer" in valid.path or valid.path.endswith(("p/orders", "/connect", "1/instances")):
-            valid = replace(valid, incarnation=str(Incarnation(0, 1, gateway.boot, START)))
+            valid = replace(valid, incarnation=str(Incarnation(0, generation, gateway.boot, START)))
         asked = mutated(valid, chance)
         begun = time.perf_counter()
         try:

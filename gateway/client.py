@@ -54,7 +54,7 @@ class Orders(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """How often the trainer has started, the number of its first order since, and the start of the gateway."""
+    """Number of the trainer's start, the number of its first order since, and the start of the gateway."""
 
     generation: int
     first_order: int
@@ -256,10 +256,13 @@ class GatewayClient:
         identity: str = "",
         uncommitted: bool = False,
         verified: int | None = None,
+        followed: int = 0,
     ) -> bool:
-        """Registers a rank of an instance for one epoch. The last three, and the answer: `Instance.register`."""
+        """Registers a rank of an instance for one epoch. `followed` is the generation of the trainer that has written
+        its memory last; the three before, and the answer: `Instance.register`.
+        """
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
-        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted}
+        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted, "followed": followed}
         if verified is not None:
             params["verified"] = verified
         content = wire.encode_report(report)

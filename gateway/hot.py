@@ -207,6 +207,7 @@ def _connect(routes: _Routes) -> None:
         identity, uncommitted = asked.text("identity"), asked.flag("uncommitted")
         verified = asked.whole("verified") if asked.has("verified") else None
         body = await asked.message(wire.decode_report)
+        routes.pair(asked).follow(asked.whole("followed", "0"), f"{found.name} rank {rank}")
         committed = await found.register(epoch, rank, body, identity, uncommitted, verified)
         return json_reply({"registered": rank, "committed": committed})
 

@@ -6,7 +6,9 @@ good, also if it registers again, unless it takes over. A generation is one star
 starts again begins another one, which every rank has to join by registering.
 
 A gateway that was restarted without its state knows of no process. Then ranks say of which generation they were, and
-the greatest wins; a process that registers for the first time is greater than all of them.
+the greatest wins; a process that registers for the first time is greater than all of them. Ranks of instances say which
+generation they have followed, so that an older one does not come back. Numbers of generations grow with the clock: the
+next life of the gateway gives no smaller ones.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Admission(NamedTuple):
 
 
 class Incarnations:
-    """The processes of the trainer of one pair. `generation` counts how often the trainer has started."""
+    """The processes of the trainer of one pair. `generation` is the number of its last start, 0 before the first."""
 
     def __init__(self, pair: str, saved: Iterable[Standing] = ()) -> None:
         self._pair = pair
@@ -114,6 +116,7 @@ class Incarnations:
         self.generation = max((process.generation for process in known), default=0)
         # The generation that ranks name who go on after a restart of the gateway.
         self._resumed = self.generation
+        self._followed = 0
 
     def believed(self, rank: int) -> TrainerProcess | None:
         """The process of a rank, None before one has registered."""
@@ -141,6 +144,16 @@ class Incarnations:
         if known.generation != self.generation:
             raise self._older(known)
 
+    def follow(self, generation: int) -> bool:
+        """A rank of an instance has followed the trainer in `generation`; whether processes that were believed on their
+        word alone were of an older one, and are believed no more.
+        """
+        self._followed = max(self._followed, generation)
+        older = [process.rank for process in self._believed.values() if process.claim < self._followed]
+        for rank in older:
+            del self._believed[rank]
+        return bool(older)
+
     def admit(self, newcomer: TrainerProcess, *, was: int | None, resumes: bool, takeover: bool) -> Admission:
         """Takes the registration of a process. `was` is the generation that it was given before, None for a process
         that registers for the first time; `resumes` says that it goes on where it was, instead of connecting again.
@@ -154,8 +167,8 @@ class Incarnations:
             claim = was if known is None or other is not None else known.claim
         if not takeover:
             self._refuse(newcomer, other, claim)
-        lower = [process for process in self._believed.values() if process.claim < claim and process is not other]
-        begins = bool(lower) or not self.generation
+        lower = [process for process in self._believed.values() if process.claim < claim and process.rank != rank]
+        begins = bool(lower) or not self._believed
         if resumes:
             named = was or 0
             if named < self._resumed and not begins:
@@ -167,7 +180,10 @@ class Incarnations:
             begins = begins or (known is not None and known.generation == self.generation)
             # Others of its generation go on: what it connects anew for, they have to as well.
             begins = begins or (not takeover and (was or 0) >= self._resumed)
-            generation = max(self.generation, was or 0) + 1 if begins else self.generation
+            if begins:
+                generation = max(self.generation + 1, (was or 0) + 1, int(newcomer.registered))
+            else:
+                generation = self.generation
             self._resumed = generation
         self.generation = generation
         newcomer = replace(newcomer, generation=generation, claim=claim)
@@ -192,6 +208,8 @@ class Incarnations:
             return
         if other is not None and claim <= other.claim:
             raise self._replaced(newcomer, other)
+        if claim < self._followed:
+            raise self._replaced(newcomer, f"a trainer of generation {self._followed}, which instances have followed")
         newest = max(self._believed.values(), key=lambda process: process.claim, default=None)
         if newest is not None and claim < newest.claim:
             raise self._replaced(newcomer, newest)

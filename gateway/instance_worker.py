@@ -80,6 +80,7 @@ class InstanceWorker:
         self._identity = identity or uuid.uuid4().hex
         self._target: int | None = None
         self._verified: int | None = None
+        self._followed = 0
         self.uncommitted = uncommitted
         self.version: int | None = None
 
@@ -111,6 +112,7 @@ class InstanceWorker:
             identity=self._identity,
             uncommitted=self.uncommitted,
             verified=self._verified,
+            followed=self._followed,
         )
         if committed:
             self.commit()
@@ -150,7 +152,7 @@ class InstanceWorker:
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
             self.uncommitted, self._verified = True, None
-            self._target = int(order["version"])
+            self._target, self._followed = int(order["version"]), int(order["trainer"])
             labels = {"pair": self._pair, "version": self._target}
             self._run = Run(self._epoch, member.group)
             return executor.run(Deadline.after(self._waits.transfer), labels)

@@ -47,7 +47,7 @@ class Order:
     `version`; of `layers` alone if there are any), "end" (the update to `version` is over: committed or not, and why;
     without a version, what was begun of it is), "failed" (connecting is), "left" (the instance is no longer one of the
     pair). `version` of "register", "join" and "connected" is that of the update that they belong to, None outside of
-    one. `trainer` counts how often the trainer had started when the connect or update began.
+    one. `trainer` is the generation of the trainer for which the connect or update began.
     """
 
     action: str

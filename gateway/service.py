@@ -24,7 +24,14 @@ from weightcast.gateway.pairs import Event, InstanceRecord, Phase
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.sent import Sent
 from weightcast.gateway.store import SavedInstance, Store
-from weightcast.transfer.errors import ControlError, DeadlineError, InputError, VersionError, WeightcastError
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    DisplacedError,
+    InputError,
+    VersionError,
+    WeightcastError,
+)
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.replan import Planner
 
@@ -125,7 +132,7 @@ class Pair(Side):
 
     @property
     def generation(self) -> int:
-        """How often the trainer has started."""
+        """Number of the trainer's last start."""
         return self.incarnations.generation
 
     async def register_trainer(
@@ -177,15 +184,27 @@ class Pair(Side):
 
     def _new_generation(self, rank: int) -> None:
         self._first_order = self.orders.count
+        self._forget_trainer(ControlError(f"pair {self.spec.name}: trainer rank {rank} started anew"))
+
+    def _forget_trainer(self, error: WeightcastError) -> None:
         self.trainer_reports.clear()
         self.trainer_layout = None
         self.forget()
-        error = ControlError(f"pair {self.spec.name}: trainer rank {rank} started anew")
         if self.offers:
             self.conflict = self.conflict or error
         if self.busy.locked():
             for instance in self.present:
                 instance.stop(error)
+
+    def follow(self, generation: int, who: str) -> None:
+        """A rank of an instance has followed the trainer in `generation`. What an older one has begun ends."""
+        if self.incarnations.follow(generation):
+            text = f"the trainer was replaced by one of generation {generation}, which {who} has followed"
+            log.warning("%s", text, extra={"pair": self.spec.name})
+            self._forget_trainer(DisplacedError(f"pair {self.spec.name}: {text}"))
+            for task in tuple(self.asking):
+                task.cancel()
+            self.notify()
 
     async def beat(self, rank: int) -> None:
         """A trainer rank lives."""

@@ -30,7 +30,6 @@ from weightcast.transfer import wire
 from weightcast.transfer.errors import ControlError, DisplacedError, InputError, PairStateError
 
 BOOT = "boot"
-HOUR = 3600.0 * 12
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +42,9 @@ def quiet() -> Iterator[None]:
 class Play:
     """The ranks of a pair's trainer before a gateway; `restart` is another life of it, with or without its state."""
 
-    def __init__(self) -> None:
-        self.now, self.boot = 0.0, BOOT
+    def __init__(self, step: float = 0.0) -> None:
+        """`step` seconds pass before each registration; without them generations are counted from 1."""
+        self.now, self.step, self.boot = 0.0, step, BOOT
         self.known = Incarnations("main")
         self.saved: dict[str, Standing] = {}
         self.said: dict[str, Incarnation] = {}
@@ -52,10 +52,10 @@ class Play:
 
     def connect(self, name: str, rank: int, *, resumes: bool = False, takeover: bool = False) -> bool:
         """Process `name` registers for a rank, as a `TrainerWorker` does; whether the trainer starts anew by it."""
-        self.now += 1.0
+        self.now += self.step
         self.connects[name] = self.connects.get(name, 0) + (not resumes)
         before = self.said.get(name)
-        newcomer = TrainerProcess(rank, f"{name}.{self.connects[name]}", "h", ord(name[0]), HOUR + self.now)
+        newcomer = TrainerProcess(rank, f"{name}.{self.connects[name]}", "h", ord(name[0]), self.now)
         was = None if before is None else before.generation
         admission = self.known.admit(newcomer, was=was, resumes=resumes, takeover=takeover)
         self.saved |= {one.process.process: one for one in admission.changed}
@@ -102,8 +102,8 @@ def test_the_process_that_registers_last_is_believed_and_the_one_before_never_ag
     both(play, "CD")
     assert (play.believed(), play.known.generation) == ({"C", "D"}, 2)
     assert play.refused("A") == (
-        "DisplacedError: pair main: trainer rank 0, process 65 on h (registered 1970-01-01 12:00:01 UTC), was replaced "
-        "by trainer rank 0, process 67 on h (registered 1970-01-01 12:00:03 UTC), and is believed no more; end it, or "
+        "DisplacedError: pair main: trainer rank 0, process 65 on h (registered 1970-01-01 00:00:00 UTC), was replaced "
+        "by trainer rank 0, process 67 on h (registered 1970-01-01 00:00:00 UTC), and is believed no more; end it, or "
         "if it is the one that shall go on, connect it with TrainerWorker(..., takeover=True)"
     )
     for name, rank in (("A", 0), ("B", 1)):
@@ -219,6 +219,40 @@ def test_after_a_restart_without_state_a_first_time_process_and_one_of_before_ar
     assert other.refused("B").startswith("DisplacedError: ")
 
 
+def test_what_instances_have_followed_keeps_older_trainers_out() -> None:
+    """After a restart without state the ranks of an instance are all who know."""
+    play = Play()
+    both(play, "AB")
+    both(play, "CD")
+    play.restart(state=False)
+    both(play, "AB", resumes=True)
+    assert play.believed() == {"A", "B"}
+    assert play.known.follow(2)
+    assert play.believed() == set()
+    for name, rank in (("A", 0), ("B", 1)):
+        with pytest.raises(DisplacedError, match="by a trainer of generation 2, which instances have followed"):
+            play.connect(name, rank)
+    both(play, "CD", resumes=True)
+    assert not play.known.follow(2)
+    assert play.believed() == {"C", "D"}
+    both(play, "EF")
+    assert not play.known.follow(99), "whom the gateway has seen come is no older one"
+    assert play.believed() == {"E", "F"}
+
+
+def test_generations_grow_with_the_clock() -> None:
+    """So a first trainer after a restart without state is not of an older generation than one before it."""
+    play = Play(step=10.0)
+    both(play, "AB")
+    play.restart(state=False)
+    both(play, "CD")
+    assert play.said["C"].generation > play.said["A"].generation > 1
+    play.restart(state=False)
+    both(play, "AB", resumes=True)
+    both(play, "CD", resumes=True)
+    assert play.believed() == {"C", "D"}
+
+
 def test_with_state_a_first_time_process_and_a_survivor_are_a_trainer() -> None:
     play = Play()
     both(play, "AB")
@@ -291,6 +325,14 @@ class Trainers(RuleBasedStateMachine):
             self.gone.add(other)
         self.gone.discard(name)
         self.last[rank] = name
+
+    @rule(ago=st.integers(0, 2))
+    def follow(self, ago: int) -> None:
+        """Instances follow no trainer that there was not."""
+        before = self.play.believed()
+        self.play.known.follow(max(0, self.play.known.generation - ago))
+        assert self.play.believed() <= before
+        assert self.forgot or self.play.believed() == before
 
     @invariant()
     def one_process_a_rank_and_one_generation(self) -> None:
@@ -534,7 +576,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
         app = make_app(gateway, Tokens(TOKEN))
         report = reports_of([[ALL]])[0]
         await pair.register_trainer(0, report, "a.1")
-        zombie = Incarnation(0, 1, gateway.boot, "a.1")
+        zombie = Incarnation(0, pair.generation, gateway.boot, "a.1")
         offer = Request(app, "POST", "/pairs/main/trainer/0/offers", zombie)
         orders = Request(app, "GET", "/pairs/main/orders", zombie, "after=0&wait=20")
         await asyncio.sleep(0.05)
@@ -545,7 +587,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
             status, answer = await request.answer()
             assert (status, answer["error"]) == (409, "DisplacedError")
         assert (pair.offers, pair.asking) == ({}, {})
-        new = Request(app, "POST", "/pairs/main/trainer/0/offers", Incarnation(0, 2, gateway.boot, "b.1"))
+        new = Request(app, "POST", "/pairs/main/trainer/0/offers", Incarnation(0, pair.generation, gateway.boot, "b.1"))
         new.send(b'{"version": 7}')
         assert (await new.answer())[0] == 200
         assert pair.offers == {0: 7}
