@@ -200,6 +200,9 @@ class Trainer:
                 await c.ask("PUT", f"{here}/rendezvous", b'{"host": "127.0.0.1", "port": 29500}')
             body = json.dumps({"member": f"trainer rank {self.rank}"}).encode()
             await c.ask("POST", f"{here}/joined", body)
+        elif order["action"] == "prepare":
+            path = f"{here}/trainer/{self.rank}/digests?version={order['version']}&first=true"
+            await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)
         elif order["action"] == "run":
             path = f"{here}/trainer/{self.rank}/digests?version={order['version']}"
             await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)

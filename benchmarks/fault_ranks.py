@@ -151,11 +151,11 @@ def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -
     def named(method: str, phase: str, name_at: int, last: str = "") -> None:
         inner = getattr(worker, method) if hasattr(worker, method) else getattr(worker._client, method)
 
-        def outer(*arguments: Any) -> Any:
-            mine = arguments[name_at] == watched[0]
+        def outer(*arguments: Any, **which: Any) -> Any:
+            mine = arguments[name_at] == watched[0] and not which.get("first")
             if mine:
                 control.at(phase)
-            result = inner(*arguments)
+            result = inner(*arguments, **which)
             if mine and last:
                 control.at(last)
             return result

@@ -252,7 +252,7 @@ N, T = len(small_report().table), len(small_report().table.tensors)
         (lambda d: d + b"x", "cut off or damaged"),
         (lambda d: d[: len(d) // 2], "cut off"),
         (lambda d: b"\x80\x04K" + d[3:], "no message of weightcast"),
-        (lambda d: d[:4] + b"\x02\x00" + d[6:], "has version 2, expected 1"),
+        (lambda d: d[:4] + b"\x03\x00" + d[6:], "has version 3, expected 2"),
         (lambda d: d[:6] + b"\x09\x00" + d[8:], "is of kind 9"),
         (lambda d: d[:8] + struct.pack("<Q", 1 << 40) + d[16:], "unpacks to 1099511627776 bytes, more than the limit"),
         (lambda d: d[:8] + struct.pack("<Q", 5) + d[16:], "cut off or damaged"),

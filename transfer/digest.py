@@ -103,8 +103,8 @@ def add(*digests: int) -> int:
 def box_residues(
     boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None, with_peaks: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime, and (n,)
-    int64 peaks: the largest words without their sign, as digested; zeros if they are not asked for.
+    """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime, and
+    (n,) int64 peaks: the largest words without their sign, as digested; zeros if they are not asked for.
 
     Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
     left out, so that the boxes may differ there; `scale` has them.
@@ -255,8 +255,8 @@ def _peaks(words: torch.Tensor) -> torch.Tensor:
 def _sums(
     rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows, and (r,) peaks
-    if they are asked for.
+    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows, and (r,)
+    peaks if they are asked for.
     """
     if rows.is_cuda and _has_kernel():
         from weightcast.transfer.digest_kernel import row_sums

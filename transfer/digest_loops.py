@@ -186,7 +186,7 @@ def _as_factor(builder: ir.IRBuilder, weight: _Value) -> _Value:
 
 
 class _Narrow:
-    """int8, uint8 (whose bits mean a floating-point type), int16, or uint32 as float32 to be rounded: 16 words a vector, times constants in halves.
+    """int8, uint8, int16, or uint32 as float32 to be rounded: 16 words a vector, times constants in halves.
 
     Sums of a block are four vectors of 8 numbers of 32 bits. Of 16-bit words 8 vectors fit: 8 * 2 * -2^15 * 2^12 is the
     least of them. Weighted they count 2^HALF_BITS and 1, of the first family and of the second.
@@ -391,7 +391,8 @@ def _add_tile(
     Row i of stream j begins `i + j * apart` times `stride` elements after `at`. It has `count` contiguous words, whose
     constants begin at column `place`, and its own is in `whole`, as many times `step` columns after `column`. At most
     _TILE_BLOCKS blocks are added. `sums` int64 gains four sums, see `_way`, as upper and lower halves of 4 lanes: 32
-    numbers, and the number at _JOINED becomes the words joined by OR. What is `ahead` elements after a word is fetched into the cache.
+    numbers; the one at _JOINED becomes the words joined by OR. What is `ahead` elements after a word is fetched into
+    the cache.
     """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
@@ -502,8 +503,8 @@ def _in_vectors(
     words: Any, at: int, ahead: int, rows: int, inner: int, stride: int, whole: Any, halves: Any, place: int,
     column: int, step: int, sums: Any,
 ) -> Any:  # fmt: skip
-    """Residues of the sums over `rows` rows from `at`, each of `inner` contiguous words, no fewer than a vector has, and
-    the words' peak.
+    """Residues of the sums over `rows` rows from `at`, each of `inner` contiguous words, no fewer than a vector has,
+    and the words' peak.
 
     Rows are `stride` elements apart. `place` and `column` are where the constants of words and of rows begin, of
     which the latter are `step` apart. `sums` are _JOINED + 1 numbers to work with.
@@ -574,12 +575,12 @@ def box_sums(
     sums: Any,
     peaks: Any,
 ) -> None:
-    """Residues of boxes `begin` to `end` - 1 of k into `sums` (2, end - begin) int64, without the GIL, and the peaks of
-    their words, as they are stored, into `peaks` (end - begin,) int64: exact where they are as large as those of a number
-    that is infinite, and not larger than them elsewhere.
+    """Residues of boxes `begin` to `end` - 1 of k into `sums` (2, end - begin) int64, without the GIL.
 
-    `words` are all that can be named: int8, uint8 (of a floating-point type), int16 or int32 words, or uint32 as float32
-    to be digested as bfloat16.
+    Into `peaks` (end - begin,) int64 go the largest of their words, as they are stored and without the sign; 0 may
+    stand for one that is less than that of an infinite number. `words` are all that can be named: int8, uint8 (of a
+    floating-point type), int16 or int32 words, or uint32 as float32 to be digested as bfloat16.
+
     `start` (k,) is the index of a box's first element in it, `size` and `stride` (k, D), D >= 2, are in elements, the
     last dimension the one along which sums are taken in vectors. `place` (k, D) is the column where the constants of
     each dimension begin: in `whole` (2, m) int32, in `halves` (4, m) int16 (upper and lower half of the first family,

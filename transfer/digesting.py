@@ -20,11 +20,11 @@ from weightcast.transfer.digest_scan import Scan, scannable
 from weightcast.transfer.dtypes import dtype_name, to_torch
 from weightcast.transfer.errors import StalePlanError
 from weightcast.transfer.layout import IntArray, RankLayout
-from weightcast.transfer.non_finite import Values, count_values, first_non_finite
+from weightcast.transfer.non_finite import count_values, first_non_finite
 from weightcast.transfer.residues import DigestArray
 from weightcast.transfer.stacks import Boxes, Buffer
 from weightcast.transfer.strided import BoolArray
-from weightcast.transfer.verification import Sample
+from weightcast.transfer.verification import Sample, ValueCounts
 
 __all__ = ["Digester", "Reading", "digest_rows"]
 
@@ -33,7 +33,7 @@ class Reading(NamedTuple):
     """(k,) digests, and counts of the boxes that hold values that are not finite, by their place among the k."""
 
     digests: DigestArray
-    values: Values
+    values: ValueCounts
 
 
 class Digester:
@@ -79,7 +79,7 @@ class Digester:
             place = boxes.size[number].tolist(), boxes.stride[number].tolist(), int(boxes.start[number])
             view = bases[int(boxes.base[number])].as_strided(*place)
             counts[row] = count_values(view, to_torch(dtype_name(int(boxes.dtype[number]))))
-        return Reading(digests, Values.of(counts))
+        return Reading(digests, ValueCounts.of(counts))
 
     def _run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
         self._check_memory()

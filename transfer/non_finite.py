@@ -7,16 +7,12 @@ looked at again, and counted.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import torch
 
 from weightcast.transfer.digest import blocks
 from weightcast.transfer.dtypes import dtype_code, from_torch
-from weightcast.transfer.layout import IntArray
 
-__all__ = ["Values", "count_values", "first_non_finite"]
+__all__ = ["count_values", "first_non_finite"]
 
 _NEVER = 1 << 62
 _BLOCK = 1 << 20
@@ -29,23 +25,6 @@ _FIRST = {
 }  # fmt: skip
 _ROUNDS_UP = 0x7F7F8000
 """The first word of float32 that bfloat16 has as infinite: halfway to the number that would follow its largest."""
-
-
-class Values(NamedTuple):
-    """Counts of some rows, int64 (m,): values of `row` that are no number, infinite, or finite but not in the type that
-    they are cast to. Other rows have none.
-    """
-
-    row: IntArray
-    nan: IntArray
-    inf: IntArray
-    overflow: IntArray
-
-    @classmethod
-    def of(cls, counts: dict[int, tuple[int, int, int]]) -> Values:
-        """From (nan, inf, overflow) by row; rows of three zeros are left out."""
-        rows = [(row, *counts[row]) for row in sorted(counts) if any(counts[row])]
-        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def first_non_finite(dtype: torch.dtype, stored: torch.dtype | None = None) -> int:
