@@ -13,7 +13,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -125,6 +126,28 @@ def before(owner: Any, name: str, act: Callable[[], None]) -> None:
     setattr(owner, name, outer)
 
 
+@contextmanager
+def tearing(source: Source, version: int, seed: int) -> Iterator[None]:
+    """Weights that take the step to `version` one after the other, in an order by chance, while they are updated to it.
+
+    What the rank has at first is the version before, and in the end it has this one.
+    """
+    chance, pieces = random.Random(seed), list(source.pieces)
+    chance.shuffle(pieces)
+
+    def step() -> None:
+        for piece in pieces:
+            time.sleep(chance.choice((0.0, 0.001, 0.003, 0.01)))
+            fill([piece], version)
+
+    writer = threading.Thread(target=step)
+    writer.start()
+    try:
+        yield
+    finally:
+        writer.join()
+
+
 def drop(port: int, gateway: bool) -> None:
     """Cuts this process's connections: those to the gateway at `port`, or all others."""
     for name in os.listdir("/proc/self/fd"):
@@ -137,7 +160,7 @@ def drop(port: int, gateway: bool) -> None:
 
 
 def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -> None:
-    """Serves the script: ("connect",), ("update", version), ("arm", phase, instance), ("end",)."""
+    """Serves the script: ("connect",), ("update", version), ("torn", version, seed), ("arm", phase, instance), ("end",)."""
     _quiet()
     port = int(url.rpartition(":")[2])
     source = Source(rank)
@@ -177,6 +200,9 @@ def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -
         try:
             if what == "connect":
                 pipe.send(("done", worker.connect()))
+            elif what == "torn":
+                with tearing(source, *arguments):
+                    pipe.send(("done", worker.update(arguments[0]).instances))
             else:
                 fill(source.pieces, arguments[0])
                 pipe.send(("done", worker.update(arguments[0]).instances))

@@ -120,6 +120,8 @@ class World:
         self.url = f"http://127.0.0.1:{self.port}"
         self.version = 0
         self.frozen: Process | None = None
+        self.torn: dict[int, int] = {}
+        """Seeds of the trainer ranks whose weights change in the next update."""
         self.maps = dict.fromkeys(INSTANCES, 0)
 
     def __enter__(self) -> World:
@@ -181,8 +183,9 @@ class World:
     def begin(self) -> int:
         """All trainer ranks begin to bring a new version; it ends with `end`."""
         self.version += 1
-        for trainer in self.trainers:
-            trainer.send("update", self.version)
+        for rank, trainer in enumerate(self.trainers):
+            seed = self.torn.pop(rank, None)
+            trainer.send(*(("update", self.version) if seed is None else ("torn", self.version, seed)))
         return self.version
 
     def end(self, at: Callable[[Process, str], None], seconds: float = LONGEST) -> list[Any]:

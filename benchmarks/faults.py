@@ -160,6 +160,17 @@ def flip(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callabl
     return _once(run, lambda stopped: stopped.send("flip", chance.randrange(1 << 30)))
 
 
+def torn(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """Weights of a trainer rank, or of all, change one after the other during update(); `World.wrong` finds mixtures.
+
+    What the version is before all have changed is no version, so nothing may commit but the whole step.
+    """
+    ranks = chance.sample(range(TRAINERS), chance.randint(1, TRAINERS))
+    world.torn = {rank: chance.randrange(1 << 30) for rank in ranks}
+    run.where, run.happened = f"trainer ranks {', '.join(map(str, sorted(ranks)))}", True
+    return _go
+
+
 def _memory(act: tuple[object, ...]) -> Fault:
     def fault(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
         (name, _rank), process = chance.choice(list(world.engines.items()))
@@ -215,6 +226,7 @@ FAULTS: dict[str, Fault] = {
     "swap": _memory(("swap",)),
     "skip": skip,
     "move": move,
+    "torn": torn,
     "full disk": full_disk,
 }
 

@@ -96,7 +96,7 @@ class DigestCheck:
         that differ, DigestMismatchError for a report that misfits.
         """
         changed: dict[str, set[int]] = {}
-        for rank, report in second.items():
+        for rank, report in sorted(second.items()):
             rows = self._rows_of(rank)
             for one in (first[rank], report):
                 _check_report(self._plan, rows, one, rank, None)

@@ -248,8 +248,10 @@ class TrainerWorker:
             if member.part.verify is not Verify.OFF:
                 report = self._digests.first(member.part, layout, version, self._labels(version)).report
                 self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report, first=True)
-        except WeightcastError as error:
+        except Exception as error:
             self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
 
     def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport], since: float) -> None:
         """Sends this rank's part, digests once more and reports that; a failure is told to the gateway, which ends the
@@ -273,9 +275,11 @@ class TrainerWorker:
                 seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
                 reports[name] = replace(reports[name], digest_seconds=seconds)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
-        except WeightcastError as error:
+        except Exception as error:
             if run is None or not run.called_off:
                 self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
         finally:
             self._running.pop(name, None)
 
@@ -287,7 +291,7 @@ class TrainerWorker:
             log.warning("the run is called off: %s", order["reason"], extra=where)
             run.call_off()
 
-    def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
+    def _tell(self, name: str, epoch: int, error: Exception) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}
         log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
         # A failure that arrives in an epoch that is over concerns nobody any more.

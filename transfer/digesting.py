@@ -20,7 +20,7 @@ from weightcast.transfer.digest_scan import Scan, scannable
 from weightcast.transfer.dtypes import dtype_name, to_torch
 from weightcast.transfer.errors import StalePlanError
 from weightcast.transfer.layout import IntArray, RankLayout
-from weightcast.transfer.non_finite import count_values, first_non_finite
+from weightcast.transfer.non_finite import count_values, least_suspect
 from weightcast.transfer.residues import DigestArray
 from weightcast.transfer.stacks import Boxes, Buffer
 from weightcast.transfer.strided import BoolArray
@@ -104,15 +104,15 @@ class Digester:
 
 
 def _limits(boxes: Boxes, scanned: BoolArray) -> IntArray:
-    """(k,) the least peak of a box that may hold a value that is not finite. Scans have it of words as they are stored,
-    torch of words as they are digested.
+    """(k,) the least peak of a box that may hold a value that is not finite: `least_suspect`. Scans have peaks of words
+    as they are stored, torch of words as they are digested.
     """
     kinds = np.stack([boxes.kind, boxes.dtype, scanned], axis=1)
     distinct, which = np.unique(kinds, axis=0, return_inverse=True)
     limits = []
     for kind, code, as_stored in distinct.tolist():
         stored, wanted = boxes.kinds[kind][1], to_torch(dtype_name(code))
-        limits.append(first_non_finite(wanted, stored if as_stored else None))
+        limits.append(least_suspect(stored, wanted, bool(as_stored)))
     return np.array(limits, dtype=np.int64)[which.reshape(-1)]
 
 
