@@ -13,8 +13,9 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -126,26 +127,18 @@ def before(owner: Any, name: str, act: Callable[[], None]) -> None:
     setattr(owner, name, outer)
 
 
-@contextmanager
-def tearing(source: Source, version: int, seed: int) -> Iterator[None]:
-    """Weights that take the step to `version` one after the other, in an order by chance, while they are updated to it.
-
-    What the rank has at first is the version before, and in the end it has this one.
-    """
+def step(source: Source, version: int, seed: int) -> None:
+    """Weights take the step to `version` one after the other, the first at once, the others beside the caller."""
     chance, pieces = random.Random(seed), list(source.pieces)
     chance.shuffle(pieces)
+    fill(pieces[:1], version)
 
-    def step() -> None:
-        for piece in pieces:
-            time.sleep(chance.choice((0.0, 0.001, 0.003, 0.01)))
+    def rest() -> None:
+        for piece in pieces[1:]:
+            time.sleep(chance.choice((0.0, 0.001, 0.01)))
             fill([piece], version)
 
-    writer = threading.Thread(target=step)
-    writer.start()
-    try:
-        yield
-    finally:
-        writer.join()
+    threading.Thread(target=rest).start()
 
 
 def drop(port: int, gateway: bool) -> None:
@@ -160,16 +153,36 @@ def drop(port: int, gateway: bool) -> None:
 
 
 def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -> None:
-    """Serves the script: ("connect",), ("update", version), ("torn", version, seed), ("arm", phase, instance), ("end",)."""
+    """Serves the script: ("connect",), ("update", version), ("torn", version, seed), ("arm", phase, name), ("end",).
+
+    In a torn update the weights are those of the version before; with a seed they take their step when the rank has
+    reported digests for the first time.
+    """
     _quiet()
     port = int(url.rpartition(":")[2])
     source = Source(rank)
     flips: list[int] = []
     watched = [""]
-    control = Control(pipe, {"drop": lambda gateway: drop(port, gateway), "flip": flips.append})
+    steps: list[Callable[[], None]] = []
+    acts: dict[str, Callable[..., object]] = {
+        "drop": lambda gateway: drop(port, gateway),
+        "flip": flips.append,
+        "step": lambda version: fill(source.pieces, version),
+    }
+    control = Control(pipe, acts)
     worker = TrainerWorker(url, PAIR, source, rank=rank, world_size=world, token=token)
     watch_executors(control, flips, lambda member: member.part.instance == watched[0])
     before(worker._client, "offer", lambda: control.at("offer"))
+    before(worker._client, "begun", lambda: control.at("begun"))
+    report = worker._client.digests
+
+    def stepping(*arguments: Any, **which: Any) -> Any:
+        answer = report(*arguments, **which)
+        with suppress(IndexError):
+            steps.pop()()
+        return answer
+
+    worker._client.digests = stepping  # type: ignore[method-assign]
 
     def named(method: str, phase: str, name_at: int, last: str = "") -> None:
         inner = getattr(worker, method) if hasattr(worker, method) else getattr(worker._client, method)
@@ -201,8 +214,9 @@ def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -
             if what == "connect":
                 pipe.send(("done", worker.connect()))
             elif what == "torn":
-                with tearing(source, *arguments):
-                    pipe.send(("done", worker.update(arguments[0]).instances))
+                if arguments[1] is not None:
+                    steps.append(partial(step, source, *arguments))
+                pipe.send(("done", worker.update(arguments[0]).instances))
             else:
                 fill(source.pieces, arguments[0])
                 pipe.send(("done", worker.update(arguments[0]).instances))

@@ -120,8 +120,8 @@ class World:
         self.url = f"http://127.0.0.1:{self.port}"
         self.version = 0
         self.frozen: Process | None = None
-        self.torn: dict[int, int] = {}
-        """Seeds of the trainer ranks whose weights change in the next update."""
+        self.torn: dict[int, int | None] = {}
+        """Trainer ranks whose weights change within the next update, and a seed for those that do so by themselves."""
         self.maps = dict.fromkeys(INSTANCES, 0)
 
     def __enter__(self) -> World:
@@ -184,8 +184,8 @@ class World:
         """All trainer ranks begin to bring a new version; it ends with `end`."""
         self.version += 1
         for rank, trainer in enumerate(self.trainers):
-            seed = self.torn.pop(rank, None)
-            trainer.send(*(("update", self.version) if seed is None else ("torn", self.version, seed)))
+            torn = rank in self.torn
+            trainer.send(*(("torn", self.version, self.torn.pop(rank)) if torn else ("update", self.version)))
         return self.version
 
     def end(self, at: Callable[[Process, str], None], seconds: float = LONGEST) -> list[Any]:
