@@ -206,6 +206,9 @@ class Trainer:
                 where = b'{"host": "127.0.0.1", "port": 29500}'
                 await c.ask("PUT", f"{here}/trainer/{self.rank}/rendezvous", where)
             await c.ask("POST", f"{here}/trainer/{self.rank}/joined")
+        elif order["action"] == "prepare":
+            path = f"{here}/trainer/{self.rank}/digests?version={order['version']}&first=true"
+            await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)
         elif order["action"] == "run":
             path = f"{here}/trainer/{self.rank}/digests?version={order['version']}"
             await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)

@@ -138,6 +138,8 @@ class World:
         self.frozen: Process | None = None
         self.zombies: dict[int, Process] = {}
         self._renewed: set[int] = set()
+        self.torn: dict[int, int | None] = {}
+        """Trainer ranks whose weights change within the next update, and a seed for those that do so by themselves."""
         self.maps = dict.fromkeys(INSTANCES, 0)
 
     def __enter__(self) -> World:
@@ -243,8 +245,11 @@ class World:
     def begin(self) -> int:
         """All trainer ranks begin to bring a new version; it ends with `end`."""
         self.version += 1
-        for trainer in self.trainers:
-            trainer.send("update", self.version, self.version)
+        for rank, trainer in enumerate(self.trainers):
+            if rank in self.torn:
+                trainer.send("torn", self.version, self.torn.pop(rank))
+            else:
+                trainer.send("update", self.version, self.version)
         return self.version
 
     def end(self, at: Callable[[Process, str], None], seconds: float = LONGEST) -> list[Any]:

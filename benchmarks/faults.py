@@ -34,6 +34,8 @@ ENGINE_PHASES = ("prepare", "transfer", "verify", "commit")
 CONNECT_PHASES = ("register", "join")
 WRONG_MEMORY = ("flip", "corrupt", "swap", "skip")
 """Faults that have to be found, and to fence, every time."""
+FOUND = dict.fromkeys(WRONG_MEMORY, "digest") | {"torn": "weights changed during update()"}
+"""What has to be said of them, and of weights that change."""
 
 
 @dataclass(slots=True)
@@ -190,6 +192,28 @@ def flip(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callabl
     return _once(run, lambda stopped: stopped.send("flip", chance.randrange(1 << 30)))
 
 
+def torn(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """A rank's weights change within the update: one after the other, as soon as it has reported digests.
+
+    By chance another rank is late: it has not begun when the first one is done, as far as that can be, and takes the
+    same step before it goes on. Had both sides digests of what was sent alone, they would agree.
+    """
+    first, other = chance.sample(range(TRAINERS), 2)
+    world.torn, run.happened = {first: chance.randrange(1 << 30)}, True
+    run.where = f"trainer rank {first}"
+    if chance.random() < 0.5:
+        world.torn[other] = None
+        world.arm(world.trainers[other], "begun")
+        run.where += f", rank {other} late"
+
+    def at(process: Process, _: str) -> None:
+        time.sleep(0.3)
+        process.send("step", world.version)
+        process.send("go")
+
+    return at
+
+
 def _memory(act: tuple[object, ...]) -> Fault:
     def fault(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
         (name, _rank), process = chance.choice(list(world.engines.items()))
@@ -245,6 +269,7 @@ FAULTS: dict[str, Fault] = {
     "swap": _memory(("swap",)),
     "skip": skip,
     "move": move,
+    "torn": torn,
     "full disk": full_disk,
     "zombie": zombie,
 }
@@ -278,11 +303,13 @@ def _judge(world: World, run: Run, said: list[object]) -> None:
     if not together:
         late = set(NAMES) - set(run.concerned) - committed
         run.faults += [f"{name} did not commit: {instances[name]['reason']} ({said})" for name in late]
-    if run.kind in WRONG_MEMORY and run.happened:
-        name = run.concerned[0]
-        run.fenced = bool(instances[name]["fenced"]) and "digest" in str(instances[name]["reason"])
-        if not run.fenced or name in committed:
-            run.faults.append(f"not found: {name} {instances[name]}")
+    if run.kind in FOUND and run.happened:
+        run.fenced = all(
+            instances[name]["fenced"] and FOUND[run.kind] in str(instances[name]["reason"]) and name not in committed
+            for name in run.concerned
+        )
+        if not run.fenced:
+            run.faults += [f"not found: {name} {instances[name]}" for name in run.concerned]
 
 
 def _recover(world: World, run: Run) -> None:
@@ -360,7 +387,7 @@ def show(runs: list[Run], seconds: float, as_json: bool) -> None:
                     "fault": kind,
                     "runs": len(mine),
                     "happened": sum(run.happened for run in mine),
-                    "found": f"{sum(found)}/{len(found)}" if kind in WRONG_MEMORY else "",
+                    "found": f"{sum(found)}/{len(found)}" if kind in FOUND else "",
                     "good": sum(not run.faults for run in mine),
                     "slowest": round(max(run.seconds for run in mine), 1),
                 }

@@ -97,6 +97,8 @@ class InstanceSpec:
     url: str | None = None
     pause: str | None = None
     backend: str | None = None
+    non_finite: str | None = None
+    allow_non_finite: list[str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     restarts: int = 3
@@ -116,6 +118,7 @@ class InstanceSpec:
     def record(self, url: str) -> dict[str, Any]:
         """What the gateway wants to know of it."""
         optional = {"url": url if self.kind == "sglang" else None, "pause": self.pause, "backend": self.backend}
+        optional |= {"non_finite": self.non_finite, "allow_non_finite": self.allow_non_finite}
         given = {key: value for key, value in optional.items() if value is not None}
         return {"kind": self.kind, "world_size": self.world_size, **given}
 

@@ -42,6 +42,10 @@ class EngineBody(_Body):
     pause: Literal["abort", "retract", "in_place"] = "abort"
     backend: Literal["tcp", "gloo", "nccl"] = "tcp"
     hold: bool = False
+    non_finite: Literal["refuse", "report"] = "refuse"
+    allow_non_finite: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
+        default_factory=list, max_length=1000
+    )
 
     def spec(self) -> EngineSpec:
         """The record of it."""

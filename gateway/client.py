@@ -353,12 +353,15 @@ class GatewayClient:
         version: int,
         report: DigestReport,
         *,
+        first: bool = False,
         after: int | None = None,
         known: str = "",
     ) -> Orders | None:
-        """Reports the digests of a rank. With `after` it waits like `orders`, up to POLL seconds."""
+        """Reports the digests of a rank, those of a trainer rank's `first` pass or of its second. With `after` it waits
+        like `orders`, up to POLL seconds.
+        """
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
-        params: dict[str, Any] = {"version": version}
+        params: dict[str, Any] = {"version": version, "first": first}
         if after is not None:
             params |= {"after": after, "wait": POLL, "known": known}
         content = wire.encode_digests(report)

@@ -171,7 +171,7 @@ def _update(routes: _Routes) -> None:
         report = pair.sent.get(rank, body) if side == "trainer" else None
         if report is None:
             report = await decoded(body, wire.decode_digests)
-        await found.report_digests(epoch, side, rank, version, report)
+        await found.report_digests(epoch, side, rank, version, report, asked.flag("first"))
         if side == "trainer":
             pair.sent.keep(rank, body, report)
         return await routes.orders(asked, found) if asked.has("after") else json_reply({})

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
-from weightcast.gateway.verify import DigestCounts
+from weightcast.gateway.verify import DigestCounts, NonFinite
 from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
@@ -69,7 +69,8 @@ class UpdateRecord:
     """How an update ended on one instance.
 
     `verified` counts what the digests covered; None when it did not get that far. `attempts` counts passes through the
-    steps, `resends` those of them that sent layers again.
+    steps, `resends` those of them that sent layers again. `non_finite` are the first tensors with values that are not
+    finite, of what was digested, `non_finite_tensors` how many there are.
     """
 
     version: int
@@ -80,3 +81,5 @@ class UpdateRecord:
     verified: DigestCounts | None = None
     attempts: int = 1
     resends: int = 0
+    non_finite: tuple[NonFinite, ...] = ()
+    non_finite_tensors: int = 0

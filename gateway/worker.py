@@ -29,6 +29,7 @@ from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.transports.shared_memory import share_memory
+from weightcast.transfer.verification import Verify
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -130,7 +131,8 @@ class TrainerWorker:
         return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
     def update(self, version: int) -> UpdateResult:
-        """Brings every instance to `version`. Returns when all are decided.
+        """Brings every instance to `version`. Returns when all are decided. Until then the weights must stand still:
+        where they do not, it is found out, and nothing is served.
 
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
         layout is no longer the one it registered, DisplacedError when another process has replaced this one,
@@ -151,7 +153,9 @@ class TrainerWorker:
             self._register(layout, resumes=True)  # the gateway was restarted
             boot = self._client.offer(self._pair, self._rank, version) or ""
         deadline = time.monotonic() + self._waits.gateway
-        self._digests.forget()
+        # While the others offer, the engines pause and their ranks get ready.
+        parts = [member.part for member in self._members.values()]
+        self._digests.begin(parts, layout, version, self._labels(version))
         names, first_order = self._client.begun(self._pair, version, boot, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
@@ -231,24 +235,40 @@ class TrainerWorker:
     def _follow_update(
         self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
     ) -> None:
-        member, layout = self._members.get(name), self._layout
-        if member is not None and layout is not None:
-            # While the engine pauses and its ranks get ready.
-            self._digests.start(member.part, layout, version, self._labels(version))
+        joined = False
         while True:
             order = take()
             if order["action"] == "join":
                 self._join(name, order["epoch"])
+                joined = True
+            elif order["action"] == "prepare" and order["version"] == version:
+                self._report_first_pass(name, order["epoch"], version)
             elif order["action"] == "run" and order["version"] == version:
-                self._run(name, order, reports)
+                self._run(name, order, reports, since=time.monotonic() if joined else 0.0)
             elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
                 return
 
     def _labels(self, version: int) -> dict[str, object]:
         return {"pair": self._pair, "version": version}
 
-    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
-        """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
+    def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
+        """Tells the gateway what the weights are, before anything of them is sent."""
+        member, layout = self._members.get(name), self._layout
+        try:
+            if member is None or layout is None:
+                raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
+            if member.part.verify is not Verify.OFF:
+                report = self._digests.first(member.part, layout, version, self._labels(version)).report
+                self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report, first=True)
+        except Exception as error:
+            self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
+
+    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport], since: float) -> None:
+        """Sends this rank's part, digests once more and reports that; a failure is told to the gateway, which ends the
+        update. `since` is as in `SharedDigests.second`.
+        """
         member, layout = self._members.get(name), self._layout
         epoch, version = order["epoch"], order["version"]
         run: Run | None = None
@@ -257,19 +277,21 @@ class TrainerWorker:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
             labels = self._labels(version)
-            digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None and member.group is not None:
                 run = self._running[name] = Run(epoch, member.group)
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
                 # What is over cannot be called off: the update may end before this rank hears that it has reported.
                 del self._running[name]
-            digests = digesting.result()
+            digests = self._digests.second(member.part, layout, version, labels, since=since).result()
             if executor is not None:
-                reports[name] = replace(reports[name], digest_seconds=digests.seconds)
+                seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
+                reports[name] = replace(reports[name], digest_seconds=seconds)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
-        except WeightcastError as error:
+        except Exception as error:
             if run is None or not run.called_off:
                 self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
         finally:
             self._running.pop(name, None)
 
@@ -288,7 +310,7 @@ class TrainerWorker:
             log.warning("the run is called off: %s", error, extra=where)
             run.call_off()
 
-    def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
+    def _tell(self, name: str, epoch: int, error: Exception) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}
         log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
         # A failure that arrives in an epoch that is over concerns nobody any more.

@@ -114,8 +114,8 @@ def trainer(
     worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=deadline)
     tell = worker._client.digests
 
-    def told(*arguments: Any) -> Any:
-        answer = tell(*arguments)
+    def told(*arguments: Any, **which: Any) -> Any:
+        answer = tell(*arguments, **which)
         time.sleep(deaf_seconds)
         return answer
 

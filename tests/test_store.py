@@ -112,6 +112,28 @@ def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path
     asyncio.run(run())
 
 
+def test_what_is_said_of_values_comes_back_and_older_files_do_not_say_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        spec = EngineSpec("worker", 2, allow_non_finite=("model.mask", "*.bias"))
+        saved = replace(SAVED, spec=spec)
+        store = opened(tmp_path / "state")
+        await store.save_pair(replace(SPEC, instances={A: spec}), [saved])
+        assert store.load() == [(replace(SPEC, instances={A: spec}), [saved])]
+        store.close()
+        with sqlite3.connect(tmp_path / "state") as database:
+            for table, column in (("pairs", "spec"), ("instances", "state")):
+                (text,) = database.execute(f"select {column} from {table}").fetchone()
+                older = text.replace(', "non_finite": "refuse", "allow_non_finite": ["model.mask", "*.bias"]', "")
+                assert older != text
+                database.execute(f"update {table} set {column} = ?", (older,))
+        database.close()
+        again = opened(tmp_path / "state")
+        assert again.load() == [(SPEC, [SAVED])]
+        again.close()
+
+    asyncio.run(run())
+
+
 def test_many_at_a_time(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")

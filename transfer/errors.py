@@ -15,6 +15,8 @@
     │   ├── TransferError             bytes could not be moved
     │   │   └── DeadlineError         a wait ran past its deadline; names who is missing
     │   ├── DigestMismatchError       what lies in memory is not what was sent
+    │   ├── WeightsChangedError       the trainer's weights changed while they were sent
+    │   ├── NonFiniteError            the trainer holds values, or a cast makes some, that an instance refuses
     │   └── EngineError               an engine's own API refused a step
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
@@ -43,6 +45,7 @@ __all__ = [
     "EngineError",
     "InputError",
     "LayoutError",
+    "NonFiniteError",
     "PairStateError",
     "PlacementError",
     "PlacementIndexError",
@@ -53,6 +56,7 @@ __all__ = [
     "UpdateError",
     "VersionError",
     "WeightcastError",
+    "WeightsChangedError",
     "WireError",
 ]
 
@@ -123,6 +127,14 @@ class DeadlineError(TransferError):
 
 class DigestMismatchError(UpdateError):
     """The digest of what lies in memory is not the digest of what was sent."""
+
+
+class WeightsChangedError(UpdateError):
+    """The trainer's weights changed during update(); the message names tensors and ranks."""
+
+
+class NonFiniteError(UpdateError):
+    """Values that are infinite or no number, or will be by a cast; nothing was written, the old version is served."""
 
 
 class EngineError(UpdateError):
