@@ -31,6 +31,7 @@ options = { num_gpus = 2 }
 # count = 4                          # so many of them, rollout-0-0 to rollout-0-3
 # url = "http://10.0.0.7:30000"      # instead of a command: an engine that is there already
 # kind = "worker"                    # without either: an engine of your own that comes by itself
+# non_finite = "report"              # pause, backend, non_finite and allow_non_finite are those of the engine's record
 
 [settings]                           # deadlines and counts of the pair, all of them optional
 transfer = 600
@@ -117,10 +118,14 @@ class InstanceSpec:
 
     def record(self, url: str) -> dict[str, Any]:
         """What the gateway wants to know of it."""
-        optional = {"url": url if self.kind == "sglang" else None, "pause": self.pause, "backend": self.backend}
-        optional |= {"non_finite": self.non_finite, "allow_non_finite": self.allow_non_finite}
+        optional: dict[str, Any] = {name: getattr(self, name) for name in _ENGINE}
+        optional["url"] = url if self.kind == "sglang" else None
         given = {key: value for key, value in optional.items() if value is not None}
         return {"kind": self.kind, "world_size": self.world_size, **given}
+
+
+_ENGINE = ("pause", "backend", "non_finite", "allow_non_finite")
+"""Keys of the engine's record in the pair that the file may have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,8 @@ class GatewayClient:
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
         `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
         `topology` are the fields of `Topology`, at least `{"nic_gbps": ..}`: then ranks of an instance pass on to each
-        other what they receive alike, where that is faster.
+        other what they receive alike, where that is faster. An engine's record may have the other fields of
+        `EngineSpec` as well: "hold", "non_finite" and "allow_non_finite".
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
         body |= {"commit": commit, "verify": verify}

@@ -19,6 +19,7 @@ from layout_support import TINY, moe_report
 from spawn_support import free_port
 
 from weightcast.cli import main
+from weightcast.commands import status as status_command
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout import RankReport, Region, RegionTable
@@ -161,6 +162,18 @@ def test_status_is_watched_as_json(gateway: str) -> None:
         assert [list(json.loads(process.stdout.readline())) for _ in range(2)] == [["pairs"]] * 2
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+def test_status_tells_of_values_that_were_not_finite() -> None:
+    found = {"tensor": "w", "dtype": "bfloat16", "nan": 1, "inf": 0, "overflow": 2, "ranks": [0]}
+    update = {"version": 4, "committed": True, "non_finite": [found], "non_finite_tensors": 3}
+    expected = "version 4 has values that are not finite: 'w': 1 NaN, 0 infinite, 2 too large, and 2 tensors more"
+    assert status_command._values({"updates": [update]}) == expected
+    assert (
+        status_command._values({"updates": []})
+        == status_command._values({"updates": [{**update, "committed": False}]})
+        == ""
+    )
 
 
 def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) -> None:

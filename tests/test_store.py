@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_support import STEPS, A, B, Engine, Play, Trainer
+from engine_support import ALL, STEPS, A, B, Engine, Play, Trainer, reports_of
 from gateway_support import running_gateway
 from spawn_support import free_port
 
@@ -27,7 +27,7 @@ from weightcast.gateway.pool import Gateway
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.store import SavedInstance, Store
-from weightcast.transfer.errors import ControlError
+from weightcast.transfer.errors import ControlError, DisplacedError
 from weightcast.transfer.topology import Topology
 
 SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
@@ -274,6 +274,38 @@ def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
         assert play.pair.instance(A).record.epoch > 1, "no epoch is counted twice"
         assert (await play.update(6)).committed
         assert play.state(B) == (Phase.CONNECTED, 6, False)
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_finds_out_again_which_trainer_processes_are_believed(tmp_path: Path) -> None:
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A)
+        await play.begin()
+        report = reports_of([[ALL], [ALL]])[0]
+        was, _ = await play.pair.register_trainer(0, report, "a.1", pid=812)
+        generation, _ = await play.pair.register_trainer(0, report, "b.1", pid=977)
+        await play.restart()
+        assert play.pair.generation == generation
+        for resumes in (True, False):
+            with pytest.raises(DisplacedError, match=r"process 812 on .* was replaced by .* process 977 on"):
+                await play.pair.register_trainer(0, report, "a.1", pid=812, was=was, resumes=resumes)
+        assert await play.pair.register_trainer(0, report, "b.1", was=generation, resumes=True) == (generation, 0)
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_registration_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A)
+        await play.begin()
+        report = reports_of([[ALL], [ALL]])[0]
+        with FullDisk(), pytest.raises(ControlError, match="cannot record"):
+            await play.pair.register_trainer(0, report, "a.1")
+        await play.pair.register_trainer(0, report, "a.2")
+        assert len(play.gateway.store.load_processes("main")) == 1
         await play.gateway.close()
 
     asyncio.run(run())

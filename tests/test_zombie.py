@@ -30,6 +30,7 @@ from fault_model import INSTANCES
 from fault_world import SETTINGS, WRONG, Process, World
 
 SIZE = 8
+LONG = 120.0
 QUICK = {"offer": 3.0, "silence": 5.0, "heartbeat": 0.5, "register": 10.0, "join": 10.0}
 
 
@@ -49,7 +50,8 @@ class Trainer:
 
     def rank(self, url: str, token: str, rank: int, takeover: bool = False) -> TrainerWorker:
         source = PlainSink([Piece("t", (SIZE,), (SIZE // 2 * rank,), self.halves[rank])])
-        return TrainerWorker(url, "main", source, rank=rank, world_size=2, token=token, takeover=takeover)
+        where: Any = {"rank": rank, "world_size": 2, "token": token, "deadline": LONG}
+        return TrainerWorker(url, "main", source, takeover=takeover, **where)
 
     def connect(self) -> list[object]:
         return together(*(rank.connect for rank in self.ranks))
@@ -174,7 +176,7 @@ def test_one_rank_is_replaced_and_the_other_connects_again(pair: Pair) -> None:
             assert time.monotonic() < limit
             time.sleep(0.02)
         with pytest.raises(
-            PairStateError, match=r"rank 0, process .* generation 1, .* rank 1, process .*; call connect"
+            PairStateError, match=r"rank 0, process .* of generation .* rank 1, process .*; call connect"
         ):
             trainer.ranks[0].update(2)
         trainer.ranks[0].connect()
@@ -209,7 +211,6 @@ def test_a_rank_that_waits_is_told_at_once_when_the_trainer_starts_anew(pair: Pa
 
 PATIENT = {**SETTINGS, **dict.fromkeys(("offer", "register", "join", "prepare", "transfer", "verify"), 40.0)}
 """Seconds: the machine may be busy, and nothing here waits for a deadline."""
-LONG = 150.0
 
 
 def go(process: Process, phase: str) -> None:
