@@ -1,0 +1,217 @@
+"""Tensors that a loader computes beside the parameters: who computes them anew after parameters were written in place.
+
+Each tensor that the loader or the end of an update session writes or binds, and that is no described parameter, is
+
+- *rewritten* by the engine's own end of the session, as the trace of that shows; or
+- *recomputed* by `Refresh.run`, which replays the operators that the loader used, into the same memory; or
+- refused, by name, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from weightcast.adapters.loader_trace import Trace
+from weightcast.adapters.provenance import same_memory, storage_id
+from weightcast.adapters.replay import NotReplayableError, Operand, Recipe, Step, check_order, copy_step, operand_of
+from weightcast.adapters.snapshot import Bound, Snapshot
+from weightcast.transfer.errors import DescribeError, StalePlanError
+
+__all__ = ["Refresh", "find_derived"]
+
+
+class _Place(NamedTuple):
+    """An attribute of a module whose memory is recomputed."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+    tensor: torch.Tensor
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refresh:
+    """What has to be done at the end of an update session, after the engine has done its part.
+
+    `rewritten` names what the engine computes anew itself, `recomputed` what `run` does. `missing` are attributes that
+    were not there when the rank was described; they are bound to the results of the recipe, in this order.
+    """
+
+    rewritten: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    recipe: Recipe
+    places: tuple[_Place, ...]
+    missing: tuple[Bound, ...]
+
+    def run(self) -> None:
+        """Recomputes tensors in place. Raises StalePlanError where one is not where it was described."""
+        for place in self.places:
+            now = getattr(place.module, place.key, None)
+            is_there = isinstance(now, torch.Tensor) and same_memory(now, place.tensor)
+            if not is_there or place.tensor.data_ptr() != place.address:
+                raise StalePlanError(
+                    f"{place.name!r}, which is computed from parameters, is not where it was described; connect again"
+                )
+        for bound, value in zip(self.missing, self.recipe.run(), strict=True):
+            setattr(bound.module, bound.key, value)
+
+
+def find_derived(
+    trace: Trace,
+    parameters: Mapping[str, torch.Tensor],
+    loaded: Sequence[Bound],
+    ended: Sequence[Bound],
+    snapshot: Snapshot,
+) -> Refresh:
+    """Sorts all tensors beside `parameters` that the trace writes or binds.
+
+    `loaded` are the attributes that the loader had bound when it was done, `ended` those after the end of the session.
+    Raises DescribeError naming a tensor that nobody would bring up to date.
+    """
+    search = _Search(trace, parameters, snapshot)
+    search.find_written()
+    search.find_bound(loaded, ended)
+    search.refuse_hidden([*loaded, *ended])
+    return search.refresh()
+
+
+class _Search:
+    """Collects names of what the engine rewrites, and storages that have to be recomputed, each with its name."""
+
+    def __init__(self, trace: Trace, parameters: Mapping[str, torch.Tensor], snapshot: Snapshot) -> None:
+        self._tape, self._alive, self._snapshot = trace.tape, trace.alive, snapshot
+        self._at_load, self._at_end = self._tape.steps[: self._tape.loaded], self._tape.steps[self._tape.loaded :]
+        made = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
+        self._made: Mapping[int, Operand] = made
+        self._last_write = {storage_id(t): 0 for t in parameters.values()}
+        orders = [(r.parameter, r.order) for r in trace.regions] + [(f.parameter, f.order) for f in trace.fills]
+        for name, order in orders:
+            if name in parameters:
+                storage = storage_id(parameters[name])
+                self._last_write[storage] = max(self._last_write[storage], order)
+        self._written = {
+            operand.storage: operand
+            for step in self._tape.steps
+            for operand in step.written
+            if operand.live is not None and operand.storage not in self._last_write
+        }
+        self._changed = frozenset(self._written)
+        self._holders = list(snapshot.holders())
+        self._rewritten: set[str] = set()
+        self._wanted: dict[int, str] = {}
+        self._places: list[_Place] = []
+        self._bound: list[Bound] = []
+
+    def find_written(self) -> None:
+        """Memory from before the trace that was written."""
+        for storage, operand in self._written.items():
+            places = [
+                _Place(name, module, key, t, t.data_ptr())
+                for name, module, key, t in self._holders
+                if storage_id(t) == storage
+            ]
+            names = [place.name for place in places] or [f"of shape {list(operand.size)}, which no module names"]
+            if not self._ends(storage, [o for o in _written(self._at_load) if o.storage == storage], names[0]):
+                self._wanted[storage] = names[0]
+                self._places.extend(places)
+            else:
+                self._rewritten.add(names[0])
+
+    def find_bound(self, loaded: Sequence[Bound], ended: Sequence[Bound]) -> None:
+        """Attributes that were bound to other tensors."""
+        finally_bound = {(id(b.module), b.key): b.after for b in ended}
+        at_load = {(id(b.module), b.key) for b in loaded}
+        self._changed |= {storage_id(b.after) for b in loaded if storage_id(b.after) in self._made}
+        for b in loaded:
+            name = self._snapshot.name_of(b.module, b.key)
+            if b.before is not None and same_memory(b.before, b.after):
+                continue
+            if finally_bound.get((id(b.module), b.key)) is not b.after:
+                self._check_end(storage_id(finally_bound.get((id(b.module), b.key), b.after)), name)
+                self._rewritten.add(name)
+            elif self._ends(storage_id(b.after), [operand_of(b.after)], name):
+                self._rewritten.add(name)
+            else:
+                self._want(b, name)
+        self._rewritten |= {
+            self._snapshot.name_of(b.module, b.key) for b in ended if (id(b.module), b.key) not in at_load
+        }
+
+    def _want(self, b: Bound, name: str) -> None:
+        is_made = storage_id(b.after) in self._made or storage_id(b.after) in self._tape.logical
+        if b.before is not None:
+            if not is_made:
+                raise DescribeError(f"tensor {name!r}: the loader binds it to other memory than it has")
+            if (b.before.shape, b.before.dtype) != (b.after.shape, b.after.dtype):
+                raise DescribeError(
+                    f"tensor {name!r} has {b.before.dtype} {list(b.before.shape)}, but the loader makes it "
+                    f"{b.after.dtype} {list(b.after.shape)}"
+                )
+            self._places.append(_Place(name, b.module, b.key, b.before, b.before.data_ptr()))
+        if is_made:
+            self._wanted[storage_id(b.after)] = name
+        self._bound.append(b)
+
+    def _ends(self, storage: int, at_load: Sequence[Operand], name: str) -> bool:
+        """Whether the end of a session writes a storage at all. Raises DescribeError where it leaves a part of it."""
+        if not any(o.storage == storage for o in _written(self._at_end)):
+            return False
+        steps = self._check_end(storage, name)
+        anew = [o for step in steps for o in step.overwritten()]
+        if not all(any(a.covers(o) for a in anew) for o in [*at_load, *_written(steps)] if o.storage == storage):
+            raise DescribeError(f"tensor {name!r}: the end of an update session computes only a part of it anew")
+        return True
+
+    def _check_end(self, storage: int, name: str) -> list[Step]:
+        """The end's steps behind a storage. Raises DescribeError where they begin with old values."""
+        steps = self._tape.behind({storage}, self._at_end)
+        try:
+            check_order(steps, self._last_write, self._changed)
+        except NotReplayableError as why:
+            raise DescribeError(f"tensor {name!r} at the end of an update session {why}") from why
+        return steps
+
+    def refuse_hidden(self, bound: Sequence[Bound]) -> None:
+        """Raises DescribeError where something computed from weights is kept where no module's attribute shows it."""
+        for storage in self._alive - {storage_id(b.after) for b in bound}:
+            steps = self._tape.behind({storage}, self._tape.steps)
+            read = {o.storage for step in steps for o in step.reads()} | {storage}
+            if not read & (self._last_write.keys() | self._tape.logical.keys()):
+                continue
+            names = sorted(self._tape.logical[s] for s in read & self._tape.logical.keys())
+            shape = list(self._made[storage].size) if storage in self._made else "of the checkpoint's"
+            raise DescribeError(
+                f"the loader keeps a tensor of shape {shape}, computed from {names[:4] or 'parameters'}, where no "
+                "attribute of a module shows it; it would be left at its old version"
+            )
+
+    def refresh(self) -> Refresh:
+        """The recipe for all that is wanted. Raises DescribeError naming what cannot be recomputed."""
+        try:
+            steps = self._tape.recipe(frozenset(self._wanted), self._last_write, self._changed)
+        except NotReplayableError:
+            self._refuse()
+            raise
+        steps += [copy_step(operand_of(b.after), b.before) for b in self._bound if b.before is not None]
+        missing = tuple(b for b in self._bound if b.before is None)
+        results = [operand_of(b.after, live=storage_id(b.after) not in self._made) for b in missing]
+        recipe = Recipe(steps, results)
+        recomputed = set(self._wanted.values()) - self._rewritten
+        return Refresh(tuple(sorted(self._rewritten)), tuple(sorted(recomputed)), recipe, tuple(self._places), missing)
+
+    def _refuse(self) -> None:
+        """Raises DescribeError with the name of the first tensor that cannot be recomputed."""
+        for storage, name in self._wanted.items():
+            try:
+                self._tape.recipe(frozenset({storage}), self._last_write, self._changed)
+            except NotReplayableError as why:
+                raise DescribeError(f"tensor {name!r} {why}; it would be left at its old version") from why
+
+
+def _written(steps: Sequence[Step]) -> Iterator[Operand]:
+    return (operand for step in steps for operand in step.written)
