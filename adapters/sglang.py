@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightcast.adapters.derived import Refresh
-    from weightcast.adapters.snapshot import Bound
+    from weightcast.adapters.snapshot import Bound, Snapshot
 
 __all__ = ["SglangSink"]
 
@@ -146,13 +146,13 @@ class SglangSink:
             loaded: list[Bound] = []
 
             def end() -> None:
+                _refuse_surgery(snapshot)
                 loaded.extend(snapshot.rebound())
                 if not self._as_loaded:
                     _end_session(self._model)
 
             trace = trace_loader(attribute(self._model, "load_weights"), tensors, self._catalog, end)
-            if (change := snapshot.surgery()) is not None:
-                raise DescribeError(f"the engine's loader {change}")
+            _refuse_surgery(snapshot)
             computed = {w.parameter for w in trace.opaque} - required - {r.parameter for r in trace.regions}
             _refuse_untraceable(trace, computed)
             parameters = {name: t for name, t in tensors.items() if name not in computed}
@@ -269,6 +269,11 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             raise DescribeError(f"parameter {name!r} shares a part of its memory with another parameter")
         spans.append((start, end))
         yield name, t
+
+
+def _refuse_surgery(snapshot: Snapshot) -> None:
+    if (change := snapshot.surgery()) is not None:
+        raise DescribeError(f"the engine's loader {change}")
 
 
 def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:

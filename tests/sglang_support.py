@@ -29,6 +29,16 @@ SMALL_SERVER: dict[str, Any] = {
 }
 
 
+_CPU_KERNELS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+_LIBRARIES: list[torch.library.Library] = []
+"""A library whose object is gone takes its definitions with it."""
+
+
 class Rank(NamedTuple):
     """One booted process of an SGLang instance, without a scheduler."""
 
@@ -58,14 +68,30 @@ def environment() -> None:
     }
 
 
-def preload() -> None:
-    """Imports what building a model needs, without starting anything."""
+def preload(models: bool = False) -> None:
+    """Imports what building a model needs, all model classes with `models`, without starting anything."""
+    if models:
+        stand_in_for_kernels()
     import sglang.srt.eplb.expert_location_updater
     import sglang.srt.model_loader.loader
     import sglang.srt.models.deepseek_v2
     import sglang.srt.models.qwen3
     import sglang.srt.models.qwen3_moe
     import sglang.srt.server_args  # noqa: F401
+
+    if models:
+        from sglang.srt.models.registry import ModelRegistry
+
+        ModelRegistry.get_supported_archs()
+
+
+def stand_in_for_kernels() -> None:
+    """Defines what modules of Qwen3-Next and its kin look up when they are imported, and what nothing here calls."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in _CPU_KERNELS:
+        library.define(f"{name}(Tensor a, Tensor b) -> Tensor")
+    _LIBRARIES.append(library)
+    torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
 
 
 def boot(rank: int, world: int, port: int, path: str, **server: Any) -> Rank:
