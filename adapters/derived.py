@@ -184,10 +184,10 @@ class _Search:
             if not read & (self._last_write.keys() | self._tape.logical.keys()):
                 continue
             names = sorted(self._tape.logical[s] for s in read & self._tape.logical.keys())
-            shape = list(self._made[storage].size) if storage in self._made else "of the checkpoint's"
+            shape = f" of shape {list(self._made[storage].size)}" if storage in self._made else ""
             raise DescribeError(
-                f"the loader keeps a tensor of shape {shape}, computed from {names[:4] or 'parameters'}, where no "
-                "attribute of a module shows it; it would be left at its old version"
+                f"the loader keeps a tensor{shape}, which is or was computed from {names[:4] or 'parameters'}, where "
+                "no attribute of a module shows it; it would be left at its old version"
             )
 
     def refresh(self) -> Refresh:

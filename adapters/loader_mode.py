@@ -63,6 +63,7 @@ class LoaderMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = ""
         self.tape = Tape()
+        self._is_input = False
         self._elsewhere: set[int] = set()
         self._recorder = recorder
         self._records: dict[int, Record] = {}
@@ -78,7 +79,9 @@ class LoaderMode(TorchDispatchMode):
         """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
         self.current = name
         dtype = self._dtypes[name] = to_torch(spec.dtype)
+        self._is_input = True
         t = torch.empty(spec.shape, dtype=dtype, device="meta")
+        self._is_input = False
         base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
         whole = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
         self._records[storage_id(t)] = Record(base, dtype, [whole], alive=_weakly(t))
@@ -117,6 +120,8 @@ class LoaderMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_input:
+            return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             # Without autograd nobody has taken composite operators (chunk, to, contiguous) apart yet.
             with self:

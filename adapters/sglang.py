@@ -278,6 +278,11 @@ def _refuse_surgery(snapshot: Snapshot) -> None:
 
 def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:
     """Refuses writes into parameters that are no copies of checkpoint tensors; `computed` are buffers instead."""
+    for name in sorted(trace.at_end - computed):
+        raise DescribeError(
+            f"parameter {name!r}: the engine writes it at the end of an update session, so what is received would not "
+            "be what is served"
+        )
     opaque = [write for write in trace.opaque if write.parameter not in computed]
     if opaque:
         w = opaque[0]
@@ -285,11 +290,6 @@ def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:
             f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with "
             f"{w.operator}, "
             f"{w.why}; {len(opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
-        )
-    for name in sorted(trace.at_end - computed):
-        raise DescribeError(
-            f"parameter {name!r}: the engine writes it at the end of an update session, so what is received would not "
-            "be what is served"
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from model_support import as_bytes
 from sglang_models import read_tensors
 
 from weightcast.adapters.checkpoint import read_headers
@@ -169,10 +170,6 @@ def poison(model: torch.nn.Module) -> None:
 def is_poisoned(t: torch.Tensor) -> bool:
     """Whether any element still has the bytes of `poison`."""
     return bool((as_bytes(t).view(-1, t.itemsize) == 0xFF).all(dim=1).any())
-
-
-def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def write(layout: RankLayout, checkpoint: dict[str, torch.Tensor]) -> None:

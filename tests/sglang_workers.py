@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from weightcast.adapters.checkpoint import read_headers
 from weightcast.adapters.sglang import SglangSink
 from weightcast.adapters.sglang_slots import Held
 from weightcast.transfer.audit import audit_dispatch
-from weightcast.transfer.errors import AgreementError, DescribeError
+from weightcast.transfer.errors import AgreementError, DescribeError, UpdateError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import NO_SLOT, RankReport, TensorSpec
 
@@ -441,6 +442,25 @@ def small_models(rank: int, world: int, port: int, path: str, server: Server) ->
     for writes, message in faults:
         with pytest.raises(DescribeError, match=message):
             describe(writes)
+    for ends, message in (
+        (lambda m: m.weight.data.mul_(2), r"parameter 'weight': the engine writes it at the end of an update session"),
+        (lambda m: m.weight[:5].item(), r"the engine's end of an update session failed while it was traced: Run"),
+        (lambda m: m.cache.mul_(2), r"tensor 'cache' at the end of an update session is computed from its own or"),
+    ):
+        model = Small(derive)
+        model.post_load_weights = partial(ends, model)
+        with pytest.raises(DescribeError, match=message):
+            SglangSink(model, catalog, rank=5).describe()
+        assert SglangSink(model, catalog, rank=5, as_loaded=True).describe().notes.derived == ("derived",)
+    model = Small(lambda m, g: m.counter.copy_(m.weight[:1]).add_(1))
+    sink = SglangSink(model, catalog | {"buffer": TensorSpec((2,), "float32")}, rank=5)
+    with pytest.raises(UpdateError, match="rank 5 was not described"):
+        sink.settle()
+    layout = sink.describe()
+    assert (layout.notes.derived, layout.notes.parameter_bytes) == (("counter",), 16), "a persistent buffer, computed"
+    layout.view(0).fill_(3)
+    sink.settle()
+    assert model.counter.tolist() == [4.0]
     both = torch.zeros(6)
     model = Small(derive)
     model.weight, model.tied = (torch.nn.Parameter(part, requires_grad=False) for part in (both[:4], both[2:]))
