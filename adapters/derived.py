@@ -59,6 +59,8 @@ class Refresh:
                 )
         for bound, value in zip(self.missing, self.recipe.run(), strict=True):
             setattr(bound.module, bound.key, value)
+        if any(place.tensor.is_cuda for place in self.places):
+            torch.cuda.synchronize()  # the engine computes on streams of its own
 
 
 def find_derived(

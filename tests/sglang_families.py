@@ -215,6 +215,20 @@ def in_blocks(model: torch.nn.Module) -> None:
             module.quant_method.use_flashinfer_trtllm_moe = True  # type: ignore[union-attr]
 
 
+def interleaved(model: torch.nn.Module) -> None:
+    """Gate and up rows of experts interleaved for a fused kernel, as SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED asks for."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+
+    def interleave(self: object, layer: Any) -> None:
+        rows = layer.w13_weight.shape[1]
+        order = torch.arange(rows).view(2, -1).t().reshape(-1)
+        for expert in range(layer.w13_weight.shape[0]):
+            layer.w13_weight.data[expert] = layer.w13_weight.data[expert][order]
+
+    method: Any = UnquantizedFusedMoEMethod
+    method._maybe_interleave_w13_for_fused_swiglu = interleave
+
+
 def fails_half_way(model: torch.nn.Module) -> None:
     """A loader that raises after it has changed all that it can."""
     load = model.load_weights
@@ -273,6 +287,15 @@ FAMILIES: dict[str, Family] = {
     "kimi-vl": Family(write=kimi_vl, completed=("vision_tower.", "multi_modal_projector."), recomputed=ABSORBED),
     "glm-4.5": Family("glm4_moe", TEXT | ROUTED | GROUPS | {"use_qk_norm": True, "partial_rotary_factor": 0.5}),
     "gpt-oss": Family("gpt_oss", TEXT | SLIDING | EXPERTS, server={"attention_backend": "triton"}),
+    "granite": Family("granite", TEXT),
+    "cohere2": Family("cohere2", TEXT | SLIDING),
+    "stablelm": Family("stablelm", TEXT),
+    "lfm2": Family("lfm2", TEXT | {"layer_types": ["conv", "full_attention"]}),
+    "dots1": Family("dots1", TEXT | ROUTED | GROUPS),
+    "qwen2-moe": Family(
+        "qwen2_moe",
+        TEXT | MOE | {"shared_expert_intermediate_size": 64, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    ),
     "minimax-m2": Family("minimax_m2", TEXT | EXPERTS | {"rotary_dim": 8}, published={"scoring_func": "sigmoid"}),
     "gemma2": Family(
         "gemma2",
@@ -298,6 +321,11 @@ FAMILIES: dict[str, Family] = {
     "eagle3": Family(write=eagle3, refused=r"tensor 'hot_token_id' is loaded or computed from checkpoint tensor 'd2t'"),
     "experts-in-blocks": Family(
         write=of_ours("qwen3-moe"), alter=in_blocks, refused=r"gives parameter '.*experts.w13_weight' other memory"
+    ),
+    "experts-interleaved": Family(
+        write=of_ours("qwen3-moe"),
+        alter=interleaved,
+        refused=r"'.*w13_weight': the engine writes it at the end of an update session",
     ),
     "unknown-tensor": Family(
         write=kimi_vl,
