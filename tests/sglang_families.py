@@ -82,6 +82,7 @@ GEMMA4: Config = {
     "global_head_dim": 16,
     "num_global_key_value_heads": 2,
 }
+STEP_PARTS = ("self", "input", "post", "share", "moe.gate", "moe.router")
 INTERVAL: Config = {
     "full_attention_interval": 4,
     "linear_num_key_heads_cpu": 2,
@@ -151,6 +152,26 @@ def kimi_vl(folder: Path) -> None:
             (shape[0], sglang_models.HIDDEN) if is_query else shape
         )
     write(folder, config, shapes)
+
+
+def step(experts: str) -> Callable[[Path], None]:
+    """What writes a checkpoint of Step-3.5 with experts in layers `experts`, all in one tensor each."""
+    config = TEXT | {"architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "torch_dtype": "bfloat16"}
+    config |= {"num_attention_groups": 2, "share_expert_dims": 64, "moe_layers_enum": experts, "rope_theta": [1e4] * 2}
+    config |= {"moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": 64, "layer_types": ["full_attention"] * 2}
+    config |= {"need_fp32_gate": False, "moe_router_scaling_factor": 1.0, "use_moe_router_bias": True}
+    config |= {"swiglu_limits": [0] * 2, "swiglu_limits_shared": [0] * 2, "use_head_wise_attn_gate": False}
+    config |= {
+        "partial_rotary_factors": [1.0] * 2,
+        "attention_other_setting": {},
+        "rms_norm_eps": 1e-6,
+        "pad_token_id": 2,
+    }
+    config |= {"moe_router_activation": "sigmoid", "hidden_act": "silu", "yarn_only_types": []}
+    inner = {"gate_proj": (4, 64, 64), "up_proj": (4, 64, 64), "down_proj": (4, 64, 64)}
+    shapes = {f"model.layers.{experts}.moe.{name}.weight": shape for name, shape in inner.items()}
+    ends = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (200, 64))
+    return lambda folder: write(folder, config, ends | (shapes if experts.isdecimal() else {}))
 
 
 def eagle3(folder: Path) -> None:
@@ -305,6 +326,7 @@ FAMILIES: dict[str, Family] = {
         world=2,
     ),
     "gemma3": Family("gemma3_text", TEXT | SLIDING | {"query_pre_attn_scalar": 16, "tie_word_embeddings": True}),
+    "step-3.5-dense": Family(write=step("-1"), completed=("model.",), recomputed=GEMMA_NORM),
     # Refused, and left as they were.
     "gemma": Family(
         "gemma", TEXT, refused=r"'model\..*layernorm.weight': the loader writes .* computed from the check"
@@ -316,6 +338,11 @@ FAMILIES: dict[str, Family] = {
         refused=r"reads values of checkpoint tensor '.*layer_scalar'",
     ),
     "falcon-h1": Family("falcon_h1", TEXT | MAMBA, refused=r"'model.layers.0.mamba.A': the loader writes"),
+    "step-3.5": Family(
+        write=step("1"),
+        completed=("model.norm", "model.layers.0.", *(f"model.layers.1.{p}" for p in STEP_PARTS)),
+        refused=r"'model.layers.1.moe.experts.w13_weight': the loader writes no expert",
+    ),
     "minicpm3": Family("minicpm3", TEXT | MLA, refused=r"KeyError: '.*kv_b_proj.weight'"),
     "minicpm3-not-loaded": Family("minicpm3", TEXT | MLA, loaded=False, refused=r"deletes module '.*attn.kv_b_proj'"),
     "eagle3": Family(write=eagle3, refused=r"tensor 'hot_token_id' is loaded or computed from checkpoint tensor 'd2t'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from weightcast.adapters.derived import Refresh, find_derived
 from weightcast.adapters.loader_trace import Trace, trace_loader
-from weightcast.adapters.replay import NotReplayableError
+from weightcast.adapters.replay import NotReplayableError, Recipe
 from weightcast.adapters.snapshot import Bound, Snapshot
 from weightcast.transfer.errors import DescribeError, StalePlanError
 from weightcast.transfer.layout import TensorSpec
@@ -364,6 +365,16 @@ def test_memory_that_the_model_left_is_not_written() -> None:
         with pytest.raises(StalePlanError, match=r"'cache', .* is not where it was described; connect again"):
             refresh.run()
         assert not old.any()
+
+
+def test_a_result_that_is_laid_out_otherwise_is_not_used() -> None:
+    trace, _ = describe(Model(bound_anew))
+    steps = trace.tape.steps[-1:]
+    (result,) = steps[0].results
+    assert result is not None
+    recipe = Recipe([*trace.tape.steps[:-1], replace(steps[0], results=(replace(result, stride=(1, 4)),))])
+    with pytest.raises(RuntimeError, match=r"made torch.float32 \(4, 6\) of strides \(6, 1\), .* \(1, 4\) when"):
+        recipe.run()
 
 
 def test_a_tape_refuses_what_it_cannot_replay() -> None:
