@@ -9,7 +9,7 @@ Each tensor that the loader or the end of an update session writes or binds, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,19 +75,29 @@ def find_derived(
     `loaded` are the attributes that the loader had bound when it was done, `ended` those after the end of the session.
     Raises DescribeError naming a tensor that nobody would bring up to date.
     """
-    search = _Search(trace, parameters, snapshot)
+    search = _Search(trace, parameters, loaded, ended, snapshot)
     search.find_written()
-    search.find_bound(loaded, ended)
-    search.refuse_hidden([*loaded, *ended])
+    search.find_bound()
+    search.refuse_hidden()
     return search.refresh()
 
 
 class _Search:
     """Collects names of what the engine rewrites, and storages that have to be recomputed, each with its name."""
 
-    def __init__(self, trace: Trace, parameters: Mapping[str, torch.Tensor], snapshot: Snapshot) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        parameters: Mapping[str, torch.Tensor],
+        loaded: Sequence[Bound],
+        ended: Sequence[Bound],
+        snapshot: Snapshot,
+    ) -> None:
+        self._loaded, self._ended = loaded, ended
         self._tape, self._alive, self._snapshot = trace.tape, trace.alive, snapshot
-        self._at_load, self._at_end = self._tape.steps[: self._tape.loaded], self._tape.steps[self._tape.loaded :]
+        self._at_end = self._tape.steps[self._tape.loaded :]
+        self._load_writes = _by_storage(self._tape.steps[: self._tape.loaded])
+        self._end_writes = _by_storage(self._at_end)
         made = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
         self._made: Mapping[int, Operand] = made
         self._last_write = {storage_id(t): 0 for t in parameters.values()}
@@ -97,13 +107,16 @@ class _Search:
                 storage = storage_id(parameters[name])
                 self._last_write[storage] = max(self._last_write[storage], order)
         self._written = {
-            operand.storage: operand
-            for step in self._tape.steps
-            for operand in step.written
-            if operand.live is not None and operand.storage not in self._last_write
+            storage: operands[0]
+            for storage, operands in (self._end_writes | self._load_writes).items()
+            if operands[0].live is not None and storage not in self._last_write
         }
-        self._changed = frozenset(self._written)
-        self._holders = list(snapshot.holders())
+        anew = {storage_id(b.after) for b in loaded}.intersection(made)
+        replaced = {storage_id(b.before) for b in (*loaded, *ended) if b.before is not None}
+        self._changed = frozenset(anew | replaced | self._written.keys()) - self._last_write.keys()
+        self._holders: dict[int, list[_Place]] = {}
+        for name, module, key, t in snapshot.holders():
+            self._holders.setdefault(storage_id(t), []).append(_Place(name, module, key, t, t.data_ptr()))
         self._rewritten: set[str] = set()
         self._wanted: dict[int, str] = {}
         self._places: list[_Place] = []
@@ -112,37 +125,31 @@ class _Search:
     def find_written(self) -> None:
         """Memory from before the trace that was written."""
         for storage, operand in self._written.items():
-            places = [
-                _Place(name, module, key, t, t.data_ptr())
-                for name, module, key, t in self._holders
-                if storage_id(t) == storage
-            ]
+            places = self._holders.get(storage, [])
             names = [place.name for place in places] or [f"of shape {list(operand.size)}, which no module names"]
-            if not self._ends(storage, [o for o in _written(self._at_load) if o.storage == storage], names[0]):
+            if not self._ends(storage, self._load_writes.get(storage, []), names[0]):
                 self._wanted[storage] = names[0]
                 self._places.extend(places)
             else:
                 self._rewritten.add(names[0])
 
-    def find_bound(self, loaded: Sequence[Bound], ended: Sequence[Bound]) -> None:
+    def find_bound(self) -> None:
         """Attributes that were bound to other tensors."""
-        finally_bound = {(id(b.module), b.key): b.after for b in ended}
-        at_load = {(id(b.module), b.key) for b in loaded}
-        self._changed |= {storage_id(b.after) for b in loaded if storage_id(b.after) in self._made}
-        for b in loaded:
-            name = self._snapshot.name_of(b.module, b.key)
-            if b.before is not None and same_memory(b.before, b.after):
-                continue
-            if finally_bound.get((id(b.module), b.key)) is not b.after:
-                self._check_end(storage_id(finally_bound.get((id(b.module), b.key), b.after)), name)
+        at_load = {(id(b.module), b.key): b.after for b in self._loaded}
+        at_end = {(id(b.module), b.key): b.after for b in self._ended}
+        for b in self._ended:
+            if at_load.get((id(b.module), b.key)) is not b.after and not _is_unmoved(b):
+                name = self._snapshot.name_of(b.module, b.key)
+                self._check_end(storage_id(b.after), name)
                 self._rewritten.add(name)
-            elif self._ends(storage_id(b.after), [operand_of(b.after)], name):
+        for b in self._loaded:
+            if at_end.get((id(b.module), b.key)) is not b.after or _is_unmoved(b):
+                continue
+            name = self._snapshot.name_of(b.module, b.key)
+            if self._ends(storage_id(b.after), [operand_of(b.after)], name):
                 self._rewritten.add(name)
             else:
                 self._want(b, name)
-        self._rewritten |= {
-            self._snapshot.name_of(b.module, b.key) for b in ended if (id(b.module), b.key) not in at_load
-        }
 
     def _want(self, b: Bound, name: str) -> None:
         is_made = storage_id(b.after) in self._made or storage_id(b.after) in self._tape.logical
@@ -161,11 +168,11 @@ class _Search:
 
     def _ends(self, storage: int, at_load: Sequence[Operand], name: str) -> bool:
         """Whether the end of a session writes a storage at all. Raises DescribeError where it leaves a part of it."""
-        if not any(o.storage == storage for o in _written(self._at_end)):
+        if storage not in self._end_writes:
             return False
         steps = self._check_end(storage, name)
         anew = [o for step in steps for o in step.overwritten()]
-        if not all(any(a.covers(o) for a in anew) for o in [*at_load, *_written(steps)] if o.storage == storage):
+        if not all(any(a.covers(o) for a in anew) for o in [*at_load, *self._end_writes[storage]]):
             raise DescribeError(f"tensor {name!r}: the end of an update session computes only a part of it anew")
         return True
 
@@ -178,9 +185,9 @@ class _Search:
             raise DescribeError(f"tensor {name!r} at the end of an update session {why}") from why
         return steps
 
-    def refuse_hidden(self, bound: Sequence[Bound]) -> None:
+    def refuse_hidden(self) -> None:
         """Raises DescribeError where something computed from weights is kept where no module's attribute shows it."""
-        for storage in self._alive - {storage_id(b.after) for b in bound}:
+        for storage in self._alive - {storage_id(b.after) for b in (*self._loaded, *self._ended)}:
             steps = self._tape.behind({storage}, self._tape.steps)
             read = {o.storage for step in steps for o in step.reads()} | {storage}
             if not read & (self._last_write.keys() | self._tape.logical.keys()):
@@ -215,5 +222,14 @@ class _Search:
                 raise DescribeError(f"tensor {name!r} {why}; it would be left at its old version") from why
 
 
-def _written(steps: Sequence[Step]) -> Iterator[Operand]:
-    return (operand for step in steps for operand in step.written)
+def _is_unmoved(b: Bound) -> bool:
+    return b.before is not None and same_memory(b.before, b.after)
+
+
+def _by_storage(steps: Sequence[Step]) -> dict[int, list[Operand]]:
+    """What steps write in place, storage by storage."""
+    writes: dict[int, list[Operand]] = {}
+    for step in steps:
+        for operand in step.written:
+            writes.setdefault(operand.storage, []).append(operand)
+    return writes

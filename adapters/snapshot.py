@@ -73,6 +73,7 @@ class Snapshot:
         self._tensors: list[_Tensor] = []
         self._seen: set[int] = set()
         self._modules = dict(model.named_modules())
+        self._paths = {id(module): path for path, module in self._modules.items()}
         self._attributes = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._members = {
             path: {kind: dict(vars(module)[kind]) for kind in ("_parameters", "_buffers", "_modules")}
@@ -141,7 +142,7 @@ class Snapshot:
 
     def name_of(self, module: torch.nn.Module, key: str) -> str:
         """The name of an attribute of a module."""
-        return next(joined(path, key) for path, m in self._modules.items() if m is module)
+        return joined(self._paths[id(module)], key)
 
     # Taking
 
@@ -153,6 +154,8 @@ class Snapshot:
         if isinstance(value, torch.nn.Module):
             self._namespace(name, value)
         elif isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                return
             self._tensors.append(_Tensor(name, value, value.detach(), _memory(value)))
             self._names.append(_Names(name, vars(value), dict(vars(value))))
         else:

@@ -272,6 +272,10 @@ def from_itself(m: Model, g: Given) -> None:
     m.cache.add_(m.a.data)
 
 
+def bound_to_more_of_itself(m: Model, g: Given) -> None:
+    m.plain = m.plain * 2 + m.a
+
+
 def from_another_old_value(m: Model, g: Given) -> None:
     m.plain = m.cache * 2
     m.cache.copy_(m.a.data)
@@ -327,6 +331,7 @@ def kept_back(m: Model, g: Given) -> None:
         (like_the_checkpoint, r"tensor 'plain' is loaded or computed from checkpoint tensor"),
         (on_the_device_of_the_checkpoint, r"tensor 'plain' is loaded or computed from checkpoint tensor unknown"),
         (from_itself, r"tensor 'cache' is computed from its own or another old value \(aten.add_.Tensor\)"),
+        (bound_to_more_of_itself, r"tensor 'plain' is computed from its own or another old value \(aten.mul.Tensor\)"),
         (from_another_old_value, r"tensor 'plain' is computed from its own or another old value \(aten.mul.Tensor\)"),
         (at_random, r"tensor 'plain' is computed with aten.rand.default, which need not give the same values again"),
         (at_random_in_place, r"tensor 'cache' is computed .*aten.normal_.default"),
@@ -360,6 +365,17 @@ def test_what_nobody_can_refresh_is_refused_by_name(step: Step, message: str) ->
         (copied_and_changed, lambda m: m.cache[:2].copy_(m.a.data[:2]), r"'cache': the end .* computes only a part"),
         (copied_and_changed, lambda m: m.cache.mul_(2), r"'cache' at the end .* computed from its own or another old"),
         (copied_and_changed, lambda m: m.plain.copy_(m.cache), r"'plain' at the end .* its own or another old value"),
+        (
+            lambda m, g: None,
+            lambda m: setattr(m, "plain", m.plain * 2),
+            r"'plain' at the end .* its own or another old",
+        ),
+        (
+            copied_and_changed,
+            lambda m: setattr(m, "plain", m.cache * 2),
+            r"'plain' at the end .* its own or another old",
+        ),
+        (binds, lambda m: m.cache.copy_(m.plain), r"'cache' at the end .* its own or another old value"),
         (lambda m, g: None, lambda m: m.cache.mul_(2), r"'cache' at the end .* computed from its own or another old"),
         (binds, lambda m: setattr(m, "plain", m.plain * 2), r"'plain' at the end .* its own or another old value"),
     ],
