@@ -28,7 +28,7 @@ from weightcast.gateway.membership import (
 )
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.endpoints import Sink
+from weightcast.transfer.endpoints import Settles, Sink
 from weightcast.transfer.errors import PairStateError, StalePlanError, WeightcastError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import RankLayout
@@ -172,8 +172,9 @@ class InstanceWorker:
             run.call_off()
 
     def verify(self) -> bool:
-        """Digests this rank's memory as it now is, after the engine's own post-load work, and reports.
+        """Lets the sink settle, digests this rank's memory as it then is, and reports.
 
+        Called after the engine's own end of the update session.
         False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
         after all ranks were described anew.
         """
@@ -187,6 +188,8 @@ class InstanceWorker:
             if change.text:
                 self._client.moved(*where, self._rank, target, list(change.layers))
                 return False
+            if isinstance(self._sink, Settles):
+                self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
             self._verified = target  # whoever never hears of it cannot have committed it
