@@ -6,7 +6,7 @@ and leaves all others to SGLang:
 - `init_weights_update_group`: describe this rank, register it with the gateway at master_address:master_port, fetch its
   part, join.
 - `update_weights_from_distributed` with load format "weightcast": receive, inside the engine's update session.
-- `end_weight_update`: after SGLang has computed its derived weights, digest the memory and report.
+- `end_weight_update`: after SGLang has computed its derived weights, compute the others, digest the memory and report.
 - `destroy_weights_update_group`: leave.
 
 No error leaves a hook: it comes back as `success=False` with our message, and the server lives. The token is taken from
