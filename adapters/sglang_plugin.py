@@ -3,7 +3,7 @@
 It answers the requests of SGLang's own update API that carry a group name of ours, and leaves all others to SGLang:
 
 - `init_weights_update_group`: describes this rank and begins to register and join. The group is
-  `weightcast/PAIR/INSTANCE/EPOCH/PAUSE`; asked again, it says how that goes on.
+  `weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL`; the same call again is a question how that goes on.
 - `update_weights_from_distributed` with load format "weightcast": drops caches, and begins to receive.
 - `end_weight_update`: when SGLang has computed its derived weights, drops caches again and begins to digest.
 - `destroy_weights_update_group`: leaves.
@@ -128,8 +128,12 @@ class _Described(NamedTuple):
 
 @dataclass(slots=True)
 class _Member:
-    """This rank in the group of one epoch. `connecting` and `receiving` are what its thread does or has done."""
+    """This rank in the group of one epoch. `connecting` and `receiving` are what its thread does or has done.
 
+    `name` is that of the request: a pair that was made anew begins with the same epoch, and is another call.
+    """
+
+    name: str
     group: str
     pause: str
     worker: InstanceWorker
@@ -250,7 +254,7 @@ def _connect(manager: Any, request: Any) -> str:
     from weightcast.gateway.instance_worker import InstanceWorker
 
     group, pair, instance, epoch, pause = _parse(request.group_name)
-    if _session.member is not None and _session.member.group == group:
+    if _session.member is not None and _session.member.name == request.group_name:
         return _session.member.state()
     runner = manager.tp_worker.model_runner
     url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
@@ -273,7 +277,7 @@ def _connect(manager: Any, request: Any) -> str:
         address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
         identity=_session.identity,
     )
-    member = _Member(group, pause, worker, _Thread(str(runner.device), int(runner.gpu_id)))
+    member = _Member(request.group_name, group, pause, worker, _Thread(str(runner.device), int(runner.gpu_id)))
     _session.member = member
 
     def connect() -> None:
@@ -289,8 +293,8 @@ def _connect(manager: Any, request: Any) -> str:
 def _parse(name: str) -> tuple[str, str, str, int, str]:
     """The group, the pair, the instance, the epoch, and what happens to requests in flight. Raises InputError."""
     parts = name.split("/")
-    if len(parts) != 5 or not parts[3].isdecimal() or parts[4] not in _PAUSES:
-        raise InputError(f"group name {name!r} is not weightcast/PAIR/INSTANCE/EPOCH/PAUSE")
+    if len(parts) != 6 or not parts[3].isdecimal() or parts[4] not in _PAUSES:
+        raise InputError(f"group name {name!r} is not weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL")
     return "/".join(parts[:4]), parts[1], parts[2], int(parts[3]), parts[4]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -164,10 +165,11 @@ class SGLangDriver:
             "master_port": gateway_port,
             "rank_offset": 0,
             "world_size": self._spec.world_size,
-            "group_name": f"{group}/{self._spec.pause}",
+            "group_name": f"{group}/{self._spec.pause}/{uuid.uuid4().hex[:8]}",
             "backend": self._spec.backend,
         }
-        # The call comes back at once. Ranks tell the gateway what comes of it, except one that cannot reach it.
+        # The call comes back at once; made again, it says how that goes on. Ranks tell the gateway what comes of it, but
+        # not one that cannot reach it.
         seconds = _FIRST_ASK
         while await self._post("/init_weights_update_group", body) == CONNECTING:
             await asyncio.sleep(seconds)

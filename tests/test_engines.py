@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -109,6 +110,7 @@ def test_a_whole_update(pause: PauseMode) -> None:
     """Ranks drop caches themselves. "abort" alone lets the scheduler go on, so it is stopped then."""
     server = Server()
     follow(driver_of(server, pause), *STEPS)
+    assert re.fullmatch(f"{GROUP}/{pause}/[0-9a-f]{{8}}", server.calls[0][1]["group_name"])
     assert server.calls == [
         (
             "/init_weights_update_group",
@@ -117,7 +119,7 @@ def test_a_whole_update(pause: PauseMode) -> None:
                 "master_port": PORT,
                 "rank_offset": 0,
                 "world_size": 2,
-                "group_name": f"{GROUP}/{pause}",
+                "group_name": server.calls[0][1]["group_name"],
                 "backend": "tcp",
             },
         ),
@@ -167,6 +169,9 @@ def test_a_connect_is_asked_for_until_the_first_rank_has_joined() -> None:
     server = Server({path: [said("connecting"), said("connecting"), said("joined")]})
     follow(driver_of(server), "connect")
     assert [asked for asked, _ in server.calls] == [path] * 3
+    calls = {body["group_name"] for _, body in server.calls}
+    follow(driver_of(again := Server()), "connect")
+    assert len(calls | {again.calls[0][1]["group_name"]}) == 2, "one name a connect, and for each another"
 
 
 def test_a_connect_that_fails_after_it_began() -> None:
