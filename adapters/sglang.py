@@ -153,7 +153,8 @@ class SglangSink:
                 raise DescribeError(
                     f"module {name!r}: its weights are packed for AMX, which cannot be written in place"
                 )
-            method = module.__dict__.get("quant_method")
+            # The method of experts is a module itself; what a wrapper only passes on is no method of its own.
+            method = module.__dict__.get("quant_method") or module._modules.get("quant_method")
             if not hasattr(method, "process_weights_after_loading"):
                 continue
             kind = type(method)

@@ -168,8 +168,8 @@ class SGLangDriver:
             "group_name": f"{group}/{self._spec.pause}/{uuid.uuid4().hex[:8]}",
             "backend": self._spec.backend,
         }
-        # The call comes back at once; made again, it says how that goes on. Ranks tell the gateway what comes of it, but
-        # not one that cannot reach it.
+        # The call comes back at once; made again, it says how that goes on. Ranks tell the gateway what comes of it;
+        # one that cannot reach it tells it here.
         seconds = _FIRST_ASK
         while await self._post("/init_weights_update_group", body) == CONNECTING:
             await asyncio.sleep(seconds)

@@ -164,5 +164,5 @@ def test_updates_under_load_commit(gateway: tuple[str, str], engine: Engine, wei
         assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
 
 
-UPDATES = 20
+UPDATES = 3
 """Of each mode; 20 for a long run."""
