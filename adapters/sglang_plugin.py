@@ -26,6 +26,7 @@ import queue
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -172,6 +173,7 @@ class _Session:
     def __init__(self) -> None:
         self.member: _Member | None = None
         self.before: _Member | None = None
+        self.calls: deque[str] = deque(maxlen=100)
         self.identity = uuid.uuid4().hex  # of this process and so of its memory
         self._prefixes: Prefixes | None = None
 
@@ -256,6 +258,9 @@ def _connect(manager: Any, request: Any) -> str:
     group, pair, instance, epoch, pause = _parse(request.group_name)
     if _session.member is not None and _session.member.name == request.group_name:
         return _session.member.state()
+    if request.group_name in _session.calls:
+        raise PairStateError(f"the connect of {group} was given up; another has taken its place")
+    _session.calls.append(request.group_name)
     runner = manager.tp_worker.model_runner
     url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
     rank, world = _rank_of()

@@ -93,6 +93,11 @@ class Engine:
     def health(self) -> int:
         return httpx.get(self.url + "/health", timeout=60.0, trust_env=False).status_code
 
+    def threads(self) -> int:
+        """Threads of the scheduler."""
+        pid = next(self._reports.glob("*.json")).name.split(".")[1]
+        return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
     def kept(self, version: int) -> list[dict[str, Any]]:
         """What each scheduler kept when `version` was stamped."""
         return [json.loads(found.read_text()) for found in sorted(self._reports.glob(f"{version}.*.json"))]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_support import running_gateway
 from sglang_updates import SLOTS, Answer, Engine, Stream, Weights, start_engine
 
-from weightcast.gateway.client import GatewayClient
+from weightcast.cluster.processes import running
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.worker import TrainerWorker
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
@@ -166,3 +170,50 @@ def test_updates_under_load_commit(gateway: tuple[str, str], engine: Engine, wei
 
 UPDATES = 3
 """Of each mode; 20 for a long run."""
+
+
+def test_a_connect_that_waits_holds_nothing_up(
+    gateway: tuple[str, str], engine: Engine, weights: Weights, tmp_path: Path
+) -> None:
+    """A trainer rank stands still after it has registered; meanwhile health checks and a request are answered, and
+    connects that were given up leave no threads. When it goes on, an update commits.
+    """
+    url, token = gateway
+    record: dict[str, Any] = {"url": engine.url, "world_size": 1, "pause": "retract"}
+    settings = {"join": 12.0, "silence": 300.0, "heartbeat": 1.0, "offer": 60.0}
+    with GatewayClient(url, token) as client:
+        client.create_pair("main", 1, {"rollout-0": record}, settings)
+        command = [sys.executable, str(Path(__file__).with_name("stopping_trainer.py")), url, str(weights.folder)]
+        with running(command, tmp_path / "trainer.log", {TOKEN_VARIABLE: token}) as trainer:
+            try:
+                wait_for(lambda: Path(f"/proc/{trainer.pid}/stat").read_text().split()[2] == "T")
+                threads = []
+                for _ in range(3):
+                    client.start_connect("main")
+                    wait_for(lambda: phase(client) == "planned")
+                    stream = Stream(engine, PROMPTS[0], 100)
+                    healthy = [engine.health() for _ in range(3)]
+                    assert len(stream.answer().tokens) == 100
+                    assert healthy == [200, 200, 200]
+                    assert phase(client) == "planned", "all this has to happen while the connect waits"
+                    threads.append(engine.threads())
+                    wait_for(lambda: phase(client) == "failed")
+                assert threads[-1] <= threads[0], "connects that were given up leave something behind"
+                trainer.send_signal(signal.SIGCONT)
+                assert trainer.wait(120.0) == 0, (tmp_path / "trainer.log").read_text()
+            finally:
+                trainer.send_signal(signal.SIGCONT)
+        (status,) = client.pair_status("main")["instances"].values()
+        assert (status["version"], status["fenced"]) == (1, False)
+        client.delete_pair("main")
+
+
+def phase(client: GatewayClient) -> str:
+    return str(client.pair_status("main")["instances"]["rollout-0"]["phase"])
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 120.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
