@@ -126,6 +126,11 @@ class _Described(NamedTuple):
         """See Sink."""
         return None if self.sink is None else self.sink.placement()
 
+    def settle(self) -> None:
+        """See Settles."""
+        if self.sink is not None:
+            self.sink.settle()
+
 
 @dataclass(slots=True)
 class _Member:

@@ -29,7 +29,7 @@ from weightcast.gateway.membership import (
 )
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.endpoints import Sink
+from weightcast.transfer.endpoints import Settles, Sink
 from weightcast.transfer.errors import PairStateError, StalePlanError, WeightcastError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import RankLayout
@@ -83,6 +83,7 @@ class InstanceWorker:
         self._identity = identity or uuid.uuid4().hex
         self._target: int | None = None
         self._verified: int | None = None
+        self._followed = 0
         self.uncommitted = uncommitted
         self.version: int | None = None
 
@@ -119,6 +120,7 @@ class InstanceWorker:
             identity=self._identity,
             uncommitted=self.uncommitted,
             verified=self._verified,
+            followed=self._followed,
         )
         if committed:
             self.commit()
@@ -162,7 +164,7 @@ class InstanceWorker:
             self._run = Run(self._epoch, member.group)
             self._still_wanted()
             self.uncommitted, self._verified = True, None
-            self._target = int(order["version"])
+            self._target, self._followed = int(order["version"]), int(order["trainer"])
             labels = {"pair": self._pair, "version": self._target}
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
@@ -197,8 +199,9 @@ class InstanceWorker:
             run.call_off()
 
     def verify(self) -> bool:
-        """Digests this rank's memory as it now is, after the engine's own post-load work, and reports.
+        """Lets the sink settle, digests this rank's memory as it then is, and reports.
 
+        Called after the engine's own end of the update session.
         False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
         after all ranks were described anew.
         """
@@ -212,6 +215,8 @@ class InstanceWorker:
             if change.text:
                 self._client.moved(*where, self._rank, target, list(change.layers))
                 return False
+            if isinstance(self._sink, Settles):
+                self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
             self._verified = target  # whoever never hears of it cannot have committed it
@@ -348,6 +353,6 @@ class InstanceWorker:
         where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
         log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
         try:
-            self._client.fail(self._pair, self._instance, self._epoch, f"{self._instance} rank {self._rank}", error)
+            self._client.fail(self._pair, self._instance, self._epoch, "instance", self._rank, error)
         except WeightcastError as second:
             log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)
