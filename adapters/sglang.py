@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     from weightcast.adapters.derived import Refresh
     from weightcast.adapters.snapshot import Bound, Snapshot
 
-__all__ = ["SglangSink"]
+__all__ = ["SglangSink", "refuse_guarded"]
 
+_TRUE = ("1", "true")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_UNQUANTISED = "sglang.srt.layers.quantization.unquant"
 _KEEPS_LAYOUT = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-"""Quantisation methods whose `process_weights_after_loading` leaves the loader's layout as it is."""
+"""Quantisation methods of the module `_UNQUANTISED` whose `process_weights_after_loading` leaves the loader's layout as
+it is, but for what `_rearranged` names; so an update session in which nothing is written changes nothing.
+"""
 
 
 class _Writes(NamedTuple):
@@ -187,28 +191,26 @@ class SglangSink:
 
     def _check_methods(self) -> None:
         """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
+        refuse_guarded(self._model)
         for name, module in self._model.named_modules():
             if getattr(module, "use_intel_amx_backend", False):
                 raise DescribeError(
                     f"module {name!r}: its weights are packed for AMX, which cannot be written in place"
                 )
-            method = type(getattr(module, "quant_method", None) or None).__name__
-            if method not in _KEEPS_LAYOUT and hasattr(
-                module.__dict__.get("quant_method"), "process_weights_after_loading"
-            ):
+            # The method of experts is a module itself; what a wrapper only passes on is no method of its own.
+            method = module.__dict__.get("quant_method") or module._modules.get("quant_method")
+            if not hasattr(method, "process_weights_after_loading"):
+                continue
+            kind = type(method)
+            if kind.__module__ != _UNQUANTISED or kind.__name__ not in _KEEPS_LAYOUT:
                 if self._as_loaded:
                     continue
                 raise DescribeError(
-                    f"module {name!r}: quantisation method {method} of SGLang {sglang_version()} may rearrange weights "
-                    "after loading; weightcast does not write such weights in place"
+                    f"module {name!r}: quantisation method {kind.__name__} of SGLang {sglang_version()} may rearrange "
+                    "weights after loading; weightcast does not write such weights in place"
                 )
-            if method == "UnquantizedFusedMoEMethod" and os.environ.get("SGLANG_USE_AITER", "0").lower() in (
-                "1",
-                "true",
-            ):
-                raise DescribeError(
-                    f"module {name!r}: AITER shuffles its weights after loading (SGLANG_USE_AITER is set)"
-                )
+            if kind.__name__ == "UnquantizedFusedMoEMethod" and (reason := _rearranged(method, module)):
+                raise DescribeError(f"module {name!r}: {reason}")
 
     def _left_out(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
         """Checkpoint tensors that no rank of the instance holds, with the reason; not those that other ranks hold."""
@@ -230,6 +232,48 @@ class SglangSink:
 
 def _has_method(module: torch.nn.Module) -> bool:
     return hasattr(module.__dict__.get("quant_method"), "__dict__")
+
+
+def refuse_guarded(model: torch.nn.Module) -> None:
+    """Raises DescribeError with SGLang's own sentence where it would refuse an update of the weights of `model`.
+
+    Its updates ask these two before they write (0.5.23, `model_executor/model_runner_components/weight_updater.py`).
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    reason = attribute(weight_updater, "_unsupported_derived_weight_cache_error")(model)
+    try:
+        attribute(weight_updater.WeightUpdater, "_assert_weight_cache_inactive")(
+            None, "update_weights_from_distributed"
+        )
+    except RuntimeError as error:
+        reason = reason or str(error)
+    if reason is not None:
+        raise DescribeError(f"SGLang {sglang_version()} refuses updates of this model: {' '.join(reason.split())}")
+
+
+def _rearranged(method: Any, module: torch.nn.Module) -> str:
+    """What SGLang does to unquantised experts after loading, and what to do about it; empty where it does nothing.
+
+    After `UnquantizedFusedMoEMethod.process_weights_after_loading` (0.5.23, `layers/quantization/unquant.py`).
+    """
+    from sglang.srt.environ import envs
+
+    if attribute(method, "use_flashinfer_trtllm_moe"):
+        return (
+            "FlashInfer's TRT-LLM kernels keep its experts in blocks, which are not the trainer's bytes; start the "
+            "server with --moe-runner-backend triton"
+        )
+    if attribute(method, "w13_swiglu_interleaved") or attribute(envs, "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED").get():
+        return (
+            "its gate and up rows are interleaved after loading, so they are not the trainer's bytes; unset "
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+        )
+    if attribute(method, "_aiter_runner") is not None or os.environ.get("SGLANG_USE_AITER", "0").lower() in _TRUE:
+        return "AITER shuffles its weights after loading; unset SGLANG_USE_AITER"
+    if hasattr(module, "w13_kernel"):
+        return "Ascend's kernels convert its weights after loading; weightcast does not write such weights in place"
+    return ""
 
 
 def _end_session(model: torch.nn.Module) -> None:

@@ -58,7 +58,7 @@ class Instance(Side):
         self.settings = pair.settings
         self.trainer_world = pair.trainer_world
         self.spec = spec
-        self.driver = make_driver(name, spec, pair.settings.engine)
+        self.driver = make_driver(name, spec, pair.settings.engine, pair.settings.prepare / 2)
         self.record = record or InstanceRecord(name)
         self.store = store or Store()
         self.updates: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)

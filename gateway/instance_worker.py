@@ -18,6 +18,7 @@ from weightcast.gateway.digests import PartDigests
 from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
     Change,
+    Joining,
     Member,
     Run,
     Waits,
@@ -72,7 +73,9 @@ class InstanceWorker:
         self._layout: RankLayout | None = None
         self._member: Member | None = None
         self._digests = PartDigests()
+        self._joining: Joining | None = None
         self._run: Run | None = None
+        self._given_up = False
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = ""
@@ -83,6 +86,11 @@ class InstanceWorker:
         self._followed = 0
         self.uncommitted = uncommitted
         self.version: int | None = None
+
+    @property
+    def target(self) -> int | None:
+        """The version that was received last, committed or not."""
+        return self._target
 
     @property
     def fenced(self) -> bool:
@@ -129,8 +137,10 @@ class InstanceWorker:
         deadline = time.monotonic() + self._waits.gateway
         part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
         self._digests.prepare(part, self._described())
+        self._joining = Joining.within(self._waits.join)
+        self._still_wanted()
         self._member = join(
-            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._waits.join
+            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._joining
         )
 
     def transfer(self) -> TransferReport:
@@ -151,10 +161,11 @@ class InstanceWorker:
             executor = member.executor_for(order["layers"], self._described())
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
+            self._run = Run(self._epoch, member.group)
+            self._still_wanted()
             self.uncommitted, self._verified = True, None
             self._target, self._followed = int(order["version"]), int(order["trainer"])
             labels = {"pair": self._pair, "version": self._target}
-            self._run = Run(self._epoch, member.group)
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
             raise
@@ -163,6 +174,22 @@ class InstanceWorker:
             raise
         finally:
             self._run = None
+
+    def give_up(self) -> None:
+        """Makes whatever this worker waits for fail, from any thread; it writes nothing from then on. Close it."""
+        self._given_up = True
+        if self._joining is not None:
+            self._joining.give_up()
+        if (run := self._run) is not None:
+            run.call_off()
+
+    def _still_wanted(self) -> None:
+        if self._given_up:
+            raise PairStateError(f"{self._instance} rank {self._rank}: another connect has taken the place of this one")
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the gateway what keeps this rank from its part."""
+        self._tell(error)
 
     def _heard(self, sent: float, running: int | None) -> None:
         """The gateway says at each beat whose run it waits for."""

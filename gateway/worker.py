@@ -20,7 +20,7 @@ from weightcast.gateway.client import GatewayClient, Registered
 from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import Member, Run, Waits, join, report_of
+from weightcast.gateway.membership import Joining, Member, Run, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
@@ -226,7 +226,7 @@ class TrainerWorker:
                 layout,
                 self._backend,
                 self._address,
-                self._waits.join,
+                Joining.within(self._waits.join),
                 self._share,
             )
         except WeightcastError as error:
