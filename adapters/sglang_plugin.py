@@ -5,7 +5,8 @@ It answers the requests of SGLang's own update API that carry a group name of ou
 - `init_weights_update_group`: describes this rank and begins to register and join. The group is
   `weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL`; the same call again is a question how that goes on.
 - `update_weights_from_distributed` with load format "weightcast": drops caches, and begins to receive.
-- `end_weight_update`: when SGLang has computed its derived weights, drops caches again and begins to digest.
+- `end_weight_update`: when SGLang has computed its derived weights, computes the others, drops caches again and begins
+  to digest.
 - `destroy_weights_update_group`: leaves.
 
 Each of them answers at once, and whatever waits for others runs in a thread of this rank: it registers, joins,

@@ -130,6 +130,8 @@ class Incarnations:
         if (gone := self._displaced.get(process)) is not None:
             raise self._replaced(*gone)
         known = self._believed.get(said.rank)
+        if known is None and said.generation < self._followed:
+            raise self._replaced(f"trainer rank {said.rank} of generation {said.generation}", self._followed_one)
         if known is None or said.boot != boot:
             raise UnregisteredError(
                 f"pair {self._pair}: trainer rank {said.rank} has not registered since the gateway was started or the "
@@ -209,10 +211,14 @@ class Incarnations:
         if other is not None and claim <= other.claim:
             raise self._replaced(newcomer, other)
         if claim < self._followed:
-            raise self._replaced(newcomer, f"a trainer of generation {self._followed}, which instances have followed")
+            raise self._replaced(newcomer, self._followed_one)
         newest = max(self._believed.values(), key=lambda process: process.claim, default=None)
         if newest is not None and claim < newest.claim:
             raise self._replaced(newcomer, newest)
+
+    @property
+    def _followed_one(self) -> str:
+        return f"a trainer of generation {self._followed}, which instances have followed"
 
     def _replaced(self, gone: object, by: object) -> DisplacedError:
         return DisplacedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -172,6 +173,26 @@ def test_what_the_loader_computes_is_replayed(step: Step, names: set[str], infer
 
 def test_steps_that_a_later_one_overwrites_are_not_replayed() -> None:
     assert len(updated(after_each_shard).recipe) == 2
+
+
+def test_what_is_bound_to_the_memory_it_has_is_up_to_date() -> None:
+    def alias(m: Model, g: Given) -> None:
+        m.plain = m.b.data.view(24).view(4, 6)
+
+    refresh = updated(alias)
+    assert (refresh.recomputed, refresh.rewritten, len(refresh.recipe)) == ((), (), 0)
+
+
+def test_what_only_a_cycle_of_references_holds_is_not_kept() -> None:
+    def cycle(m: Model, g: Given) -> None:
+        ring: list[Any] = [m.a * 2, g["b"]]
+        ring.append(ring)
+
+    gc.disable()
+    try:
+        assert updated(cycle).recomputed == ()
+    finally:
+        gc.enable()
 
 
 def test_what_was_never_loaded_is_bound() -> None:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from engine_support import ALL, A, reports_of
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from weightcast.gateway.incarnations import HEADER, KEPT, Incarnation, Incarnati
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.service import Pair
+from weightcast.gateway.settings import Settings
 from weightcast.gateway.tokens import Tokens
 from weightcast.transfer import wire
 from weightcast.transfer.errors import ControlError, DisplacedError, InputError, PairStateError
@@ -165,11 +167,11 @@ def test_a_gateway_that_was_restarted_and_ranks_that_go_on(state: bool) -> None:
     assert play.resume("C") is not state, "without state it is the first that the gateway hears of"
     assert not play.resume("D")
     assert play.believed() == {"C", "D"}
-    for name in "AB":
-        with pytest.raises(DisplacedError):
+    for rank, name in enumerate("AB"):
+        with pytest.raises(DisplacedError, match=rf"was replaced by trainer rank {rank}"):
             play.resume(name)
-        with pytest.raises(DisplacedError):
-            play.connect(name, "AB".index(name))
+        with pytest.raises(DisplacedError, match=rf"was replaced by trainer rank {rank}"):
+            play.connect(name, rank)
     both(play, "CD")
     assert play.believed() == {"C", "D"}
 
@@ -229,6 +231,9 @@ def test_what_instances_have_followed_keeps_older_trainers_out() -> None:
     assert play.believed() == {"A", "B"}
     assert play.known.follow(2)
     assert play.believed() == set()
+    assert "DisplacedError: pair main: trainer rank 0 of generation 1, was replaced by a trainer of" in play.refused(
+        "A"
+    )
     for name, rank in (("A", 0), ("B", 1)):
         with pytest.raises(DisplacedError, match="by a trainer of generation 2, which instances have followed"):
             play.connect(name, rank)
@@ -346,7 +351,7 @@ class Trainers(RuleBasedStateMachine):
             assert not believed & self.gone
 
 
-Trainers.TestCase.settings = settings(
+Trainers.TestCase.settings = hypothesis_settings(
     max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTrainers = Trainers.TestCase
@@ -598,7 +603,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
 
 def test_an_offer_of_a_trainer_that_is_replaced_before_its_update_begins_counts_for_nobody() -> None:
     async def run() -> None:
-        pair = Pair(PairSpec("main", 2, {A: EngineSpec("worker", 1)}))
+        pair = Pair(PairSpec("main", 2, {A: EngineSpec("worker", 1)}, Settings(offer=1.0)))
         reports = reports_of([[ALL], [ALL]])
         for rank in range(2):
             await pair.register_trainer(rank, reports[rank], f"a{rank}.1")
