@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from weightcast.gateway.urls import CA_VARIABLE
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 
 if TYPE_CHECKING:
-    from weightcast.gateway.instance_worker import InstanceWorker
+    from weightcast.gateway.instance_worker import InstanceWorker, Memory
 
 __all__ = ["ADDRESS_VARIABLE", "GATEWAY_VARIABLE", "register"]
 
@@ -84,12 +83,11 @@ class _Session:
         self.group = ""
         self.written = False
         self.background: _Background | None = None
-        self.identity = uuid.uuid4().hex  # of this process, whose memory outlives groups and gateways
-        self.uncommitted = False  # whether that memory holds an update that was never committed; outlives them too
+        self.memory: Memory | None = None  # of this process, which outlives groups and gateways
 
     def replace(self, group: str, worker: InstanceWorker) -> None:
         self.close()
-        self.group, self.worker = group, worker
+        self.group, self.worker, self.memory = group, worker, worker.memory
 
     def of(self, group: str) -> InstanceWorker:
         if self.worker is None or group != self.group:
@@ -112,7 +110,6 @@ class _Session:
 
     def close(self) -> None:
         if self.worker is not None:
-            self.uncommitted = self.worker.uncommitted
             self.worker.close()
         # What still runs for the old group ends by itself: its communicator and its client are closed.
         self.worker, self.group, self.written, self.background = None, "", False, None
@@ -186,8 +183,7 @@ def _connect(manager: Any, request: Any) -> str:
         world_size=world,
         backend=request.backend,
         address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
-        identity=_session.identity,
-        uncommitted=_session.uncommitted,
+        memory=_session.memory,
     )
     _session.replace(request.group_name, worker)
     _session.run(lambda: worker.connect(int(epoch)))

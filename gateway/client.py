@@ -2,7 +2,8 @@
 
 Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the
 gateway answers is raised here as the same class with the same message. A gateway that has answered before is asked
-again for a while when it does not: it may be starting anew, and every request can be made twice.
+again for a while when it does not: it may be starting anew, and every request can be made twice. Whether connections
+are refused or packets vanish, that while is the same.
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
 _MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
-"""Seconds of one long poll."""
+"""Seconds of one long poll at most."""
 _LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
+_ONCE = 1.0
+"""Seconds that one attempt may take of a gateway that has been gone for longer than `outage`."""
 
 
 class Orders(NamedTuple):
-    """Orders of an instance, which start of the gateway gave them, and how many it has given."""
+    """Orders of an instance, which life of the pair gave them (`Pair.boot`), and how many it has given."""
 
     orders: list[dict[str, Any]]
     boot: str
@@ -45,7 +48,7 @@ class Orders(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """How often the trainer has started, the number of its first order since, and the start of the gateway."""
+    """How often the trainer has started, the number of its first order since, and the life of the pair."""
 
     generation: int
     first_order: int
@@ -56,21 +59,32 @@ class GatewayClient:
     """`GatewayClient("http://127.0.0.1:8900")`; the token comes from WEIGHTCAST_TOKEN unless given.
 
     Within a Ray cluster the address may be `ray://NAME` of a gateway's actor.
-    `outage` is for how many seconds a gateway that has answered before is asked again. Methods raise what the gateway
-    answered, or TransferError when it cannot be reached.
+    `identity` stands for the process of a rank of an instance, and goes with all it asks.
+    `outage` is for how many seconds a gateway that has answered before is asked again, counted from the moment when it
+    was lost, over all calls until `begin`; `timeout` is how long one that has not may take to answer. Methods raise
+    what the gateway answered, or TransferError when it cannot be reached.
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout: float = 60.0,
+        outage: float = 0.0,
+        identity: str = "",
+    ) -> None:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
         transport = transport_to(url)
         self.url = url.rstrip("/")
-        self.outage, self._reached = outage, False
+        self.outage, self._timeout, self._reached = outage, timeout, False
+        self._lost: float | None = None
         self._client = httpx.Client(
             base_url=self.url,
-            timeout=timeout,
             headers={"Authorization": f"Bearer {token}"},
+            params={"identity": identity} if identity else {},
             trust_env=False,
             transport=transport,
             verify=transport is not None or trusted(self.url),
@@ -86,19 +100,47 @@ class GatewayClient:
         """Closes the connections."""
         self._client.close()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the last request found nobody."""
+        return self._lost is not None
+
+    def begin(self) -> None:
+        """Something new begins: a gateway that was lost before is looked for as long as one that is lost now."""
+        self._lost = None
+
+    @property
+    def _patience(self) -> float:
+        return self.outage if self.outage and self._reached else self._timeout
+
+    @property
+    def _longest_poll(self) -> float:
+        """Seconds of a long poll, so that its answer is late before `outage` is over."""
+        return min(POLL, self._patience / 2)
+
     def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
-        until = time.monotonic() + (self.outage if self._reached else 0.0)
+        begun = time.monotonic()
         while True:
+            asked = time.monotonic()
+            until = (begun if self._lost is None else self._lost) + self._patience
+            if self._lost is not None and "wait" in request.get("params", {}):
+                request["params"] = {**request["params"], "wait": 0.0}  # first whether there is anybody
             try:
-                response = self._client.request(method, path, **request)
+                response = self._client.request(method, path, timeout=max(until - asked, _ONCE), **request)
             except httpx.HTTPError as error:
-                if time.monotonic() >= until:
+                now = time.monotonic()
+                if self._lost is None:
+                    # A connection that breaks tells the moment; silence may have begun when nothing was asked yet.
+                    self._lost = asked if isinstance(error, httpx.TimeoutException) else now
+                if now >= self._lost + (self.outage if self._reached else 0.0):
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from error
             else:
+                self._lost = None
                 # A neighbour with a wrong token makes the gateway deaf for some seconds; or it is stopping.
-                if response.status_code not in _LATER or time.monotonic() >= until:
+                again = self.outage if self._reached else 0.0
+                if response.status_code not in _LATER or time.monotonic() >= begun + again:
                     break
             time.sleep(_AGAIN)
         self._reached = True
@@ -112,7 +154,7 @@ class GatewayClient:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"gateway {self.url}: {what} did not come in time")
-            response = self._call("GET", path, params={"wait": min(POLL, left), **parameters})
+            response = self._call("GET", path, params={"wait": min(self._longest_poll, left), **parameters})
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
 
@@ -183,7 +225,7 @@ class GatewayClient:
 
     def offer(self, pair: str, rank: int, version: int) -> str | None:
         """Says that a trainer rank is ready to send a version; the first rank's offer starts the update. Returns which
-        start of the gateway has taken it; None when it does not know the rank, as after a restart: register first.
+        life of the pair has taken it; None when it does not know the rank, as after a restart: register first.
         """
         answer = self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version}).json()
         return str(answer["boot"]) if answer["offered"] else None
@@ -201,7 +243,7 @@ class GatewayClient:
         return self._orders(f"/pairs/{pair}/orders", after, wait, known)
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
-        params = {"after": after, "wait": min(wait, POLL), "known": known}
+        params = {"after": after, "wait": min(wait, self._longest_poll), "known": known}
         return _orders_of(self._call("GET", path, params=params).json())
 
     def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
@@ -228,17 +270,20 @@ class GatewayClient:
         epoch: int,
         report: RankReport,
         *,
-        identity: str = "",
-        uncommitted: bool = False,
         verified: int | None = None,
-    ) -> bool:
-        """Registers a rank of an instance for one epoch. The last three, and the answer: `Instance.register`."""
+        of: str = "",
+        uncommitted: bool = False,
+    ) -> tuple[bool, str]:
+        """Registers a rank of an instance for one epoch, with what it says of its memory: `Holding`. Returns whether
+        that is the committed version, and the uid of the pair.
+        """
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
-        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted}
+        params: dict[str, Any] = {"of": of, "uncommitted": uncommitted}
         if verified is not None:
             params["verified"] = verified
         content = wire.encode_report(report)
-        return bool(self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()["committed"])
+        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        return bool(answer["committed"]), str(answer["uid"])
 
     def beat(self, path: str, identity: str) -> int | None:
         """Says that a rank lives: `path` is "trainer/RANK" or "instances/INSTANCE/ranks/RANK" behind the pair. Returns
@@ -282,7 +327,7 @@ class GatewayClient:
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.
 
-        `known` is the start of the gateway that numbered them: another one answers at once, without orders.
+        `known` is the life of the pair that numbered them: another one answers at once, without orders.
         """
         return self._orders(f"/pairs/{pair}/instances/{instance}/orders", after, wait, known)
 
@@ -300,7 +345,7 @@ class GatewayClient:
         "run", or "end" when the update was called off.
         """
         base = self._base(pair, instance, epoch)
-        wait = max(0.0, min(POLL, deadline - time.monotonic()))
+        wait = max(0.0, min(self._longest_poll, deadline - time.monotonic()))
         body = {"stale": stale, "layers": layers}
         answer = self._call("POST", f"{base}/ranks/{rank}/ready", params={"wait": wait}, json=body)
         if answer.status_code == httpx.codes.NO_CONTENT:
@@ -329,7 +374,7 @@ class GatewayClient:
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
         params: dict[str, Any] = {"version": version}
         if after is not None:
-            params |= {"after": after, "wait": POLL, "known": known}
+            params |= {"after": after, "wait": self._longest_poll, "known": known}
         content = wire.encode_digests(report)
         answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
         return None if after is None else _orders_of(answer)

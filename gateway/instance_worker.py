@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient, Orders
 from weightcast.gateway.digests import PartDigests
 from weightcast.gateway.heartbeat import Heartbeat
+from weightcast.gateway.hosts import process_identity
 from weightcast.gateway.membership import (
     Change,
+    Joining,
     Member,
     Run,
     Waits,
@@ -29,21 +31,45 @@ from weightcast.gateway.membership import (
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Sink
-from weightcast.transfer.errors import PairStateError, StalePlanError, WeightcastError
+from weightcast.transfer.errors import (
+    AbsentError,
+    DisplacedError,
+    PairStateError,
+    StalePlanError,
+    TransferError,
+    WeightcastError,
+)
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import RankLayout
 
-__all__ = ["InstanceWorker"]
+__all__ = ["InstanceWorker", "Memory"]
 
 log = logging.getLogger("weightcast.worker")
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a process knows of the memory of its rank. It lasts as long as the memory does: longer than workers, pairs
+    and gateways.
+
+    `version` was committed last. `verified` is the version whose digests were reported last, if the memory was not
+    written since, and `of` the uid of the pair that it came from. `uncommitted` says that the memory was written since
+    a commit, or that no gateway confirms what it holds. `identity` stands for the process.
+    """
+
+    version: int | None = None
+    verified: int | None = None
+    of: str = ""
+    uncommitted: bool = False
+    identity: str = field(default_factory=process_identity)
 
 
 class InstanceWorker:
     """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
 
-    `identity` stands for this rank's memory: another one than before makes the gateway distrust it. `uncommitted` says
-    that the memory already holds an update that was never committed. `version` is the one that this worker has seen
-    committed last.
+    `memory` is that of an earlier worker of this process whose weights are still there; without it nothing is held yet.
+    Of two processes that say that they are one rank the one that says so last is; the other one is refused for good,
+    with DisplacedError.
     """
 
     def __init__(
@@ -59,34 +85,40 @@ class InstanceWorker:
         backend: str = "tcp",
         address: str = "127.0.0.1",
         deadline: float | None = None,
-        identity: str | None = None,
-        uncommitted: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         self._url, self._token = url, token
-        self._client = GatewayClient(url, token)
+        self.memory = memory or Memory()
+        self._waits = Waits.of(Settings(), deadline)
+        self._client = GatewayClient(url, token, timeout=self._waits.outage, identity=self.memory.identity)
         self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
-        self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._member: Member | None = None
+        self._joining: Joining | None = None
         self._digests = PartDigests()
         self._run: Run | None = None
         self._epoch = 0
         self._cursor: int | None = None
-        self._boot = ""
+        self._boot = self._uid = ""
         self._ahead: Orders | None = None
-        self._identity = identity or uuid.uuid4().hex
+        self._absent = False
+        self._displaced: DisplacedError | None = None
         self._target: int | None = None
-        self._verified: int | None = None
-        self.uncommitted = uncommitted
-        self.version: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that was committed last, None before the first."""
+        return self.memory.version
 
     @property
     def fenced(self) -> bool:
-        """Whether the memory may hold bytes of two versions, or of one that is not committed: do not generate."""
-        return self.uncommitted
+        """Whether this rank must not generate: no version was committed yet, its memory may hold bytes of two versions
+        or of one that no gateway confirms, or another process has taken its place.
+        """
+        return self.memory.version is None or self.memory.uncommitted or self._displaced is not None
 
     def connect(self, epoch: int) -> None:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
@@ -95,6 +127,7 @@ class InstanceWorker:
         try:
             self._register(epoch)
             self._join(epoch)
+            self._finish_join()
         except BaseException as error:
             self._tell(error)
             raise
@@ -103,33 +136,48 @@ class InstanceWorker:
         self._live()
         self._layout = self._sink.describe()
         report = report_of(self._layout, self._rank, self._world)
-        committed = self._client.register_instance(
+        memory = self.memory
+        committed, self._uid = self._client.register_instance(
             self._pair,
             self._instance,
             epoch,
             report,
-            identity=self._identity,
-            uncommitted=self.uncommitted,
-            verified=self._verified,
+            verified=memory.verified,
+            of=memory.of,
+            uncommitted=memory.uncommitted,
         )
+        self._confirm(committed)
+
+    def _confirm(self, committed: bool) -> None:
+        """Takes the gateway's word on what this rank holds."""
         if committed:
             self.commit()
+        elif self.memory.version is not None:
+            self.memory.uncommitted = True
 
     def _live(self) -> None:
         """Learns how long to wait, and begins to say that this rank lives."""
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         if self._heartbeat is None:
             path = f"{self._pair}/instances/{self._instance}/ranks/{self._rank}"
-            seconds = self._waits.heartbeat
-            self._heartbeat = Heartbeat(self._url, self._token, path, self._identity, seconds, self._heard)
+            seconds, identity = self._waits.heartbeat, self.memory.identity
+            self._heartbeat = Heartbeat(self._url, self._token, path, identity, seconds, self._heard, self._unheard)
 
-    def _join(self, epoch: int) -> None:
+    def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Fetches the part, and begins to join beside: who joins waits for others, whom the gateway may give up."""
         deadline = time.monotonic() + self._waits.gateway
         part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
-        self._digests.prepare(part, self._described())
-        self._member = join(
-            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._waits.join
+        layout, waits = self._described(), self._waits
+        self._digests.prepare(part, layout)
+        self._joining = Joining(
+            lambda: join(self._client, self._pair, epoch, part, layout, self._backend, self._address, waits.join),
+            failed,
         )
+
+    def _finish_join(self) -> None:
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            self._member = joining.result()
 
     def transfer(self) -> TransferReport:
         """Checks that the layout still holds, waits until every rank has, and receives.
@@ -149,7 +197,7 @@ class InstanceWorker:
             executor = member.executor_for(order["layers"], self._described())
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
-            self.uncommitted, self._verified = True, None
+            self.memory.uncommitted, self.memory.verified = True, None
             self._target = int(order["version"])
             labels = {"pair": self._pair, "version": self._target}
             self._run = Run(self._epoch, member.group)
@@ -167,6 +215,17 @@ class InstanceWorker:
         run = self._run
         if run is not None and sent > run.since and running != run.epoch:
             log.warning("%s rank %d: the run is called off", self._instance, self._rank)
+            run.call_off()
+
+    def _unheard(self, seconds: float, error: WeightcastError) -> None:
+        """The gateway did not answer for `seconds`, or refused a beat: without it no update can be committed."""
+        if isinstance(error, DisplacedError):
+            self._displaced = error
+        elif not isinstance(error, TransferError) or seconds <= self._waits.outage:
+            return
+        run = self._run
+        if run is not None:
+            log.warning("%s rank %d: the run is called off: %s", self._instance, self._rank, error)
             run.call_off()
 
     def verify(self) -> bool:
@@ -187,7 +246,8 @@ class InstanceWorker:
                 return False
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
-            self._verified = target  # whoever never hears of it cannot have committed it
+            # Whoever never hears of it cannot have committed it.
+            self.memory.verified, self.memory.of = target, self._uid
             self._ahead = self._client.digests(
                 *where, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
             )
@@ -199,19 +259,41 @@ class InstanceWorker:
     def serve(self, wait: float = 0.0) -> int | None:
         """For engines without an API of their own: follows the gateway's orders through one connect or update.
 
-        Call it between two batches, on every rank. Returns at once when there is no order within `wait` seconds, and
-        stays while something is under way. Returns the version that was committed, None when none was.
+        Call it between two batches, on every rank. Returns when there is no order within `wait` seconds, and stays
+        while something is under way. Returns the version that was committed, None when none was.
+
+        A pair that is deleted, or that the instance is no longer of, is logged once, and waited for: None. Raises
+        TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like that;
+        DisplacedError, for good, when another process has taken the place of this one.
         """
+        until = time.monotonic() + wait
+        try:
+            return self._serve(until)
+        except AbsentError as error:
+            if self._cursor is None:
+                raise  # nobody knows yet that there is such a pair
+            self._wait_for_pair(error, until)
+            return None
+        except DisplacedError as error:
+            self._displaced = error
+            raise
+        finally:
+            self._give_up_join()
+
+    def _serve(self, until: float) -> int | None:
+        if self._displaced is not None:
+            self.disconnect()
+            raise self._displaced
         if self._cursor is None:
             self._cursor = self._first_order()
         self._ahead = None
-        busy, until = False, time.monotonic() + wait
+        busy = False
         while True:
             patience = POLL if busy else max(0.0, until - time.monotonic())
             found = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
-            self._ahead = None
+            self._ahead, self._absent = None, False
             if found.boot != self._boot:
-                return self._meet_again(found.boot, found.given)
+                return self._meet_again(found.boot)
             for number, order in enumerate(found.orders, found.given - len(found.orders)):
                 if number < self._cursor:
                     continue
@@ -222,6 +304,20 @@ class InstanceWorker:
             busy = busy or bool(found.orders)
             if not busy and time.monotonic() >= until:
                 return None
+
+    def _wait_for_pair(self, error: AbsentError, until: float) -> None:
+        if not self._absent:
+            self._absent = True
+            self.disconnect()
+            log.warning(
+                "%s rank %d: %s; this rank keeps version %s and waits for pair %s to be created again",
+                self._instance,
+                self._rank,
+                error,
+                self.version,
+                self._pair,
+            )
+        time.sleep(max(0.0, until - time.monotonic()))
 
     def _first_order(self) -> int:
         """Number of the first order that is for this worker; those that another one has followed before it are not."""
@@ -234,17 +330,25 @@ class InstanceWorker:
         self._client.restarted(self._pair, self._instance, self._rank)
         return found.given
 
-    def _meet_again(self, boot: str, given: int) -> int | None:
-        """The gateway was restarted: an update that was under way is over, committed if it says so."""
-        self._boot, self._cursor = boot, 0
-        log.warning("%s rank %d: the gateway was restarted", self._instance, self._rank)
+    def _meet_again(self, boot: str) -> int | None:
+        """The gateway was restarted or the pair created again: an update that was under way is over, committed if the
+        gateway says so.
+        """
+        log.warning(
+            "%s rank %d: the gateway was restarted or the pair created again; this rank holds version %s",
+            self._instance,
+            self._rank,
+            self.version,
+        )
         self.disconnect()
-        record = self._client.pair_status(self._pair)["instances"].get(self._instance, {})
-        held = self._verified if self.uncommitted else None
-        if held is None or record.get("version") != held or record["fenced"]:
-            return None
-        self.commit()
-        return held
+        self._live()
+        status, memory = self._client.pair_status(self._pair), self.memory
+        record = status["instances"].get(self._instance, {})
+        expected, before = (memory.verified, memory.of, False), memory.version
+        same = memory.verified is not None and (record.get("version"), status["uid"], record.get("fenced")) == expected
+        self._confirm(same)
+        self._boot, self._cursor = boot, 0
+        return self.version if same and self.version != before else None
 
     def _is_last(self, order: dict[str, Any]) -> bool:
         """Whether an order ends a connect or an update; within an update connecting does not end it."""
@@ -254,15 +358,15 @@ class InstanceWorker:
 
     def _committed(self, order: dict[str, Any]) -> int | None:
         """The version of an order that ends an update, if it was committed and this worker has verified it."""
-        if not order["committed"] or order["version"] != self._verified:
+        if not order["committed"] or order["version"] != self.memory.verified:
             return None
         self.commit()
         return self.version
 
     def commit(self) -> None:
         """What was transferred and verified last has been committed."""
-        if self._verified is not None:
-            self.uncommitted, self.version = False, self._verified
+        if self.memory.verified is not None:
+            self.memory.uncommitted, self.memory.version = False, self.memory.verified
 
     def _obey(self, order: dict[str, Any]) -> None:
         """One order; failures are told to the gateway, which ends the connect or update."""
@@ -272,10 +376,16 @@ class InstanceWorker:
                 self._epoch = order["epoch"]
                 self._telling(lambda: self._register(order["epoch"]))
             elif order["action"] == "join":
-                self._telling(lambda: self._join(order["epoch"]))
-            elif order["action"] == "prepare":
+                self._telling(lambda: self._join(order["epoch"], self._tell))
+            elif order["action"] in ("connected", "prepare"):
+                self._finish_join()
+            elif order["action"] != "run":
+                self._give_up_join()
+            if order["action"] == "prepare":
                 self.transfer()
                 self.verify()
+        if self._displaced is not None:
+            raise self._displaced
 
     def _telling(self, step: Callable[[], None]) -> None:
         try:
@@ -286,9 +396,15 @@ class InstanceWorker:
 
     def disconnect(self) -> None:
         """Leaves the communicator."""
+        self._give_up_join()
         if self._member is not None:
             self._member.close()
             self._member = None
+
+    def _give_up_join(self) -> None:
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.abandon()
 
     def close(self) -> None:
         """Leaves the communicator and the gateway."""
@@ -320,6 +436,11 @@ class InstanceWorker:
     def _tell(self, error: BaseException) -> None:
         where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
         log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
+        if isinstance(error, DisplacedError):
+            self._displaced = error
+            return  # what becomes of the instance is for the process that has taken the place
+        if self._client.lost:
+            return
         try:
             self._client.fail(self._pair, self._instance, self._epoch, f"{self._instance} rank {self._rank}", error)
         except WeightcastError as second:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.hosts import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import StalePlanError, WeightcastError
+from weightcast.transfer.errors import PairStateError, StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
 from weightcast.transfer.handles import Share
@@ -27,6 +28,7 @@ from weightcast.transfer.transports.rendezvous import connect_store, open_store
 
 __all__ = [
     "Change",
+    "Joining",
     "Member",
     "Run",
     "Waits",
@@ -160,14 +162,60 @@ def join(
         backend=backend,
         address=address,
     )
+    member = Member(part, None, group)
     try:
-        neighbours = find_neighbours(group, part, layout, share, deadline)
-        executor = Executor(part, layout, group, neighbours)
+        member.neighbours = find_neighbours(group, part, layout, share, deadline)
+        member.executor = Executor(part, layout, group, member.neighbours)
+        client.joined(pair, part.instance, epoch, labels[part.group_rank])
     except WeightcastError:
-        group.close()
+        member.close()
         raise
-    client.joined(pair, part.instance, epoch, labels[part.group_rank])
-    return Member(part, executor, group, neighbours)
+    return member
+
+
+class Joining:
+    """A call of `join` in a thread of its own: it waits for others in calls that nothing ends before their deadline,
+    and the gateway may have given them up long before. `failed` is told what it raised, unless nobody waits any longer.
+    """
+
+    def __init__(self, work: Callable[[], Member], failed: Callable[[BaseException], None]) -> None:
+        self._work, self._failed = work, failed
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._abandoned = False
+        self._member: Member | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="weightcast-join", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            member = self._work()
+        except BaseException as error:
+            self._error = error
+            if not self._abandoned:
+                self._failed(error)
+        else:
+            with self._lock:
+                self._member = member
+                if self._abandoned:
+                    member.close()
+        self._over.set()
+
+    def abandon(self) -> None:
+        """Waits no longer: what is joined after this is left at once."""
+        with self._lock:
+            if not self._abandoned and self._member is not None:
+                self._member.close()
+            self._abandoned = True
+
+    def result(self) -> Member:
+        """Waits for its end. Raises what it raised."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._member is None:
+            raise PairStateError("joining ended without a member")
+        return self._member
 
 
 def check_unmoved(layout: RankLayout) -> None:

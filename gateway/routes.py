@@ -68,8 +68,8 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/pairs/{name}/updates/{version}", tags=READ)
     async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
-        gateway.check_boot(known)
         pair = gateway.pair(name)
+        pair.check_boot(known)
         try:
             if not await pair.poll(lambda: version in pair.results, wait):
                 return Response(status_code=204)

@@ -3,6 +3,9 @@
 What is written first is what may never be forgotten: that an instance is fenced, before its first byte is written; that
 a version is committed, before anyone is told. All that waits at one moment is written in one transaction, so that many
 instances cost one sync of the disk. What can be asked for again, reports and plans, is not kept.
+
+A file is read whole before anyone is served: its rows are checked against the types of their records, and none is
+mended.
 """
 
 from __future__ import annotations
@@ -13,45 +16,54 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.records import PairSpec
-from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import ControlError, LayoutError
-from weightcast.transfer.topology import Topology
-from weightcast.transfer.verification import Verify
+from weightcast.transfer.errors import ControlError, WeightcastError
 
 __all__ = ["SavedInstance", "Store"]
 
 log = logging.getLogger("weightcast.gateway")
 
-FORMAT = 1
-_TABLES = """
-create table if not exists pairs (name text primary key, spec text not null) without rowid;
-create table if not exists instances (
-    pair text not null, name text not null, state text not null, primary key (pair, name)
-) without rowid;
-"""
+FORMAT = 2
+_READABLE = (0, 1, FORMAT)
+"""Formats that are brought to this one: none yet, and 1, which knows no displaced processes and no uid of a pair."""
+_TABLES = (
+    "create table if not exists pairs (name text primary key, spec text not null) without rowid",
+    """create table if not exists instances (
+        pair text not null, name text not null, state text not null, primary key (pair, name)
+    ) without rowid""",
+)
 
 _Statement = tuple[str, tuple[str, ...]]
+_Number = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedInstance:
-    """What is kept of an instance. `paused` says that its engine was paused for an update, `left` that it has left."""
+    """What is kept of an instance. `paused` says that its engine was paused for an update, `left` that it has left.
+
+    `identities` and `displaced` are those of `Instance`.
+    """
 
     pair: str
     name: str
     spec: EngineSpec
-    version: int | None
+    version: _Number | None
     fenced: bool
-    epoch: int
+    epoch: _Number
     paused: bool
     left: bool
-    identities: dict[int, str]
+    identities: dict[_Number, str]
+    displaced: dict[str, str] = field(default_factory=dict)
 
 
 class Store:
@@ -70,22 +82,45 @@ class Store:
         self.trouble = ""
 
     def open(self) -> None:
-        """Opens the file, or makes it. Raises ControlError when it cannot be used."""
+        """Opens the file, or makes it. Raises ControlError when it cannot be used, or is not as it was written."""
         if self._path is None:
             return
+        if self._path.is_file() and not self._path.stat().st_size:
+            raise ControlError(
+                f"state file {self._path} is empty, so it was cut off; put a backup in its place or remove it"
+            )
         try:
             database = sqlite3.connect(self._path, timeout=1.0, isolation_level=None, check_same_thread=False)
             database.execute("pragma locking_mode = exclusive")  # two gateways would contradict each other
             database.execute("pragma journal_mode = wal")
             database.execute("pragma synchronous = full")
             (found,) = database.execute("pragma user_version").fetchone()
-            if found not in (0, FORMAT):
+            tables = {str(row[0]) for row in database.execute("select name from sqlite_master where type = 'table'")}
+            if not found and tables:
+                raise ControlError(
+                    f"state file {self._path} is another program's, with table {min(tables)}; name another file"
+                )
+            if found not in _READABLE:
                 raise ControlError(f"state file {self._path} has format {found}, expected {FORMAT}; name another file")
-            database.executescript(f"begin exclusive; {_TABLES} pragma user_version = {FORMAT}; commit;")
+            database.execute("begin exclusive")
+            for table in _TABLES:
+                database.execute(table)
+            if found == 1:
+                database.execute("update pairs set spec = json_set(spec, '$.uid', lower(hex(randomblob(16))))")
+            database.execute(f"pragma user_version = {FORMAT}")
+            database.execute("commit")
+            check = [str(row[0]) for row in database.execute("pragma quick_check(1)")]
         except sqlite3.Error as error:
             hint = "; is another gateway using it?" if "locked" in str(error) else ""
             raise ControlError(f"cannot use state file {self._path}: {error}{hint}") from error
+        if check != ["ok"]:
+            raise self.damaged(" ".join(" ".join(check).split()))
         self._database = database
+        try:
+            self.load()
+        except ControlError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Closes the file, after what is being written: a task that was cancelled has left its thread at work."""
@@ -101,10 +136,19 @@ class Store:
         try:
             pairs = self._database.execute("select name, spec from pairs order by name").fetchall()
             rows = self._database.execute("select pair, name, state from instances order by pair, name").fetchall()
+            specs = [_pair_of(*row) for row in pairs]
             instances = [_instance_of(*row) for row in rows]
-            return [(_pair_of(name, spec), [i for i in instances if i.pair == name]) for name, spec in pairs]
-        except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError, LayoutError) as error:
-            raise ControlError(f"state file {self._path} is damaged: {type(error).__name__} {error}") from error
+        except (sqlite3.Error, ValueError, TypeError, WeightcastError) as error:
+            raise self.damaged(error) from error
+        if lost := {i.pair for i in instances} - {spec.name for spec in specs}:
+            raise self.damaged(f"instances of pair {min(lost)}, which is not in it")
+        return [(spec, [i for i in instances if i.pair == spec.name]) for spec in specs]
+
+    def damaged(self, why: object) -> ControlError:
+        """The error for a file that is not as it was written."""
+        return ControlError(
+            f"state file {self._path} is damaged: {why}; put a backup in its place or name another file"
+        )
 
     async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
         """A pair with its instances."""
@@ -190,17 +234,44 @@ def _saving(instance: SavedInstance) -> _Statement:
 
 
 def _instance_of(pair: str, name: str, state: str) -> SavedInstance:
-    found = json.loads(state)
-    found["spec"] = EngineSpec(**found["spec"])
-    found["identities"] = {int(rank): identity for rank, identity in found["identities"].items()}
-    return SavedInstance(pair, name, **found)
+    where = f"instance {name} of pair {pair}"
+    document = {"pair": pair, "name": name, **_document(state, where)}
+    found = _read(SavedInstance, document, where)
+    if wrong := sorted(rank for rank in found.identities if rank >= found.spec.world_size):
+        raise ValueError(f"{where}: identities name rank {wrong[0]}, the instance has {found.spec.world_size} ranks")
+    return found
 
 
 def _pair_of(name: str, spec: str) -> PairSpec:
-    found = json.loads(spec)
-    found["verify"] = Verify(found["verify"])
-    found["settings"] = Settings(**found["settings"])
-    found["instances"] = {key: EngineSpec(**engine) for key, engine in found["instances"].items()}
-    if found.get("topology") is not None:
-        found["topology"] = Topology(**found["topology"])
-    return PairSpec(**found)
+    found = _read(PairSpec, _document(spec, f"pair {name}"), f"pair {name}")
+    if found.name != name:
+        raise ValueError(f"pair {name}: its name is {found.name!r}")
+    return found
+
+
+def _document(text: str, where: str) -> dict[str, object]:
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} is {type(document).__name__}, expected an object")
+    return document
+
+
+def _read(kind: type[T], document: dict[str, object], where: str) -> T:
+    """The record in a document. Raises ValueError for fields of another type, and for those that there are none of."""
+    try:
+        found = TypeAdapter(kind).validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {place} is {first['input']!r:.80}: {first['msg']}") from None
+    written: dict[str, object] = json.loads(json.dumps(asdict(found)))  # type: ignore[call-overload]
+    if unknown := sorted(_fields(document) - _fields(written)):
+        raise ValueError(f"{where}: {unknown[0]} is not known")
+    return found
+
+
+def _fields(document: object, at: str = "") -> set[str]:
+    """The paths of all fields of a JSON document."""
+    if not isinstance(document, dict):
+        return {at}
+    return {at}.union(*(_fields(value, f"{at}.{name}".lstrip(".")) for name, value in document.items()))

@@ -99,7 +99,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     newer = sqlite3.connect(tmp_path / "newer")
     newer.execute("pragma user_version = 99")
     newer.close()
-    with pytest.raises(ControlError, match="has format 99, expected 1"):
+    with pytest.raises(ControlError, match="has format 99, expected 2"):
         opened(tmp_path / "newer")
 
 
@@ -165,8 +165,11 @@ class Kept(Play):
         self.trainers = [Trainer(self.pair, rank) for rank in range(2)]
 
     async def restart(self) -> None:
+        holds = {name: engine.holds for name, engine in self.engines.items()}
         await self.gateway.close()
         await self.begin()
+        for name, engine in self.engines.items():
+            engine.holds = holds[name]
 
 
 def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
@@ -289,7 +292,7 @@ from weightcast.gateway.store import Store
 
 rows = [("insert or replace into pairs values (?, ?)", (str(i), "x" * 200)) for i in range(2000)]
 for turn in range(20):
-    store = Store(Path(sys.argv[1]))
+    store = Store(Path(f"{sys.argv[1]}.{turn}"))
     store.open()
 
     def write():

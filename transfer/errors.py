@@ -4,8 +4,9 @@
     ├── InputError                    what was handed in is malformed (exit status 2)
     │   ├── LayoutError               a region, table, report or bundle contradicts itself
     │   ├── WireError                 bytes that are no message of ours, or too large
-    │   └── PlacementError            an expert placement contradicts itself
-    │       └── PlacementIndexError   a layer, expert, slot or rank out of range (also an IndexError)
+    │   ├── PlacementError            an expert placement contradicts itself
+    │   │   └── PlacementIndexError   a layer, expert, slot or rank out of range (also an IndexError)
+    │   └── AbsentError               a pair or an instance that the gateway does not know
     ├── CoverageError                 something is held by no rank (exit status 3)
     ├── DescribeError                 an adapter cannot describe what a rank holds
     │   └── AgreementError            engine and placement contradict each other
@@ -18,6 +19,7 @@
     │   └── EngineError               an engine's own API refused a step
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
+        │   └── DisplacedError        a process whose place another one has taken; names both
         ├── VersionError              a version that does not grow
         └── AuthorizationError        a missing or wrong token
 
@@ -30,6 +32,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AbsentError",
     "AgreementError",
     "AuthorizationError",
     "ControlError",
@@ -37,6 +40,7 @@ __all__ = [
     "DeadlineError",
     "DescribeError",
     "DigestMismatchError",
+    "DisplacedError",
     "EngineError",
     "InputError",
     "LayoutError",
@@ -79,6 +83,10 @@ class PlacementError(InputError):
 
 class PlacementIndexError(PlacementError, IndexError):
     """A layer, expert, slot or rank outside its range; negative numbers never count from the end."""
+
+
+class AbsentError(InputError):
+    """A pair or an instance that the gateway does not know, or no longer."""
 
 
 class CoverageError(WeightcastError):
@@ -131,6 +139,10 @@ class ControlError(WeightcastError):
 
 class PairStateError(ControlError):
     """An event that is illegal in the present state of the pair."""
+
+
+class DisplacedError(PairStateError):
+    """This process is no longer the rank that it says it is: another one has taken its place."""
 
 
 class VersionError(ControlError):
