@@ -54,13 +54,15 @@ class Memory:
 
     `version` was committed last. `verified` is the version whose digests were reported last, if the memory was not
     written since, and `of` the uid of the pair that it came from. `uncommitted` says that the memory was written since
-    a commit, or that no gateway confirms what it holds. `identity` stands for the process.
+    a commit, `unconfirmed` that the gateway's record says something else than `version`. `identity` stands for the
+    process.
     """
 
     version: int | None = None
     verified: int | None = None
     of: str = ""
     uncommitted: bool = False
+    unconfirmed: bool = False
     identity: str = field(default_factory=process_identity)
 
 
@@ -118,7 +120,8 @@ class InstanceWorker:
         """Whether this rank must not generate: no version was committed yet, its memory may hold bytes of two versions
         or of one that no gateway confirms, or another process has taken its place.
         """
-        return self.memory.version is None or self.memory.uncommitted or self._displaced is not None
+        memory = self.memory
+        return memory.version is None or memory.uncommitted or memory.unconfirmed or self._displaced is not None
 
     def connect(self, epoch: int) -> None:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
@@ -152,8 +155,8 @@ class InstanceWorker:
         """Takes the gateway's word on what this rank holds."""
         if committed:
             self.commit()
-        elif self.memory.version is not None:
-            self.memory.uncommitted = True
+        else:
+            self.memory.unconfirmed = True
 
     def _live(self) -> None:
         """Learns how long to wait, and begins to say that this rank lives."""
@@ -366,7 +369,8 @@ class InstanceWorker:
     def commit(self) -> None:
         """What was transferred and verified last has been committed."""
         if self.memory.verified is not None:
-            self.memory.uncommitted, self.memory.version = False, self.memory.verified
+            self.memory.uncommitted = self.memory.unconfirmed = False
+            self.memory.version = self.memory.verified
 
     def _obey(self, order: dict[str, Any]) -> None:
         """One order; failures are told to the gateway, which ends the connect or update."""
