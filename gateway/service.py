@@ -196,6 +196,9 @@ class Pair(Side):
             raise VersionError(
                 f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one"
             )
+        before = self.offers.get(rank, version)
+        if before != version:
+            self._given_up(ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {before}"))
         if self.conflict is not None:  # an update that ends for it takes its offers along
             await self.poll(lambda: not self.offers, self.spec.settings.clean_up)
         others = {v for v in self.offers.values() if v != version}
@@ -212,6 +215,14 @@ class Pair(Side):
         self.results.pop(version, None)
         self.notify()
         return first
+
+    def _given_up(self, error: WeightcastError) -> None:
+        """A trainer rank waits no longer for the update that it offered, as one whose link was cut for a while."""
+        self.conflict = self.conflict or error
+        if self._under_way is not None:
+            for instance in self.present:
+                instance.stop(error)
+        self.notify()
 
     async def offered(self, version: int, deadline: Deadline) -> None:
         """Until every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks.

@@ -130,4 +130,4 @@ def cut_link(url: str) -> Iterator[Link]:
 def create(url: str, token: str, pair: str = "main", trainers: int = 1, **settings: float) -> None:
     """A pair of one instance."""
     with GatewayClient(url, token) as client:
-        client.create_pair(pair, trainers, ONE, settings)
+        client.create_pair(pair, trainers, ONE, {"outage": 2.0, **settings})
