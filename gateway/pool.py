@@ -46,6 +46,7 @@ class Gateway:
             try:
                 self.pairs[spec.name] = Pair.restored(spec, instances, self.store, self.metrics.updated)
             except InputError as error:
+                self.store.close()
                 raise self.store.damaged(error) from error
 
     async def open(self) -> None:

@@ -338,6 +338,7 @@ class Pair(Side):
         """A pair of an earlier life of the gateway; its instances connect anew, but for those that have left."""
         pair = cls(spec, store, updated)
         for one in saved:
+            check_name(one.name)
             phase = Phase.LEFT if one.left else Phase.FAILED
             record = InstanceRecord(one.name, phase, one.epoch, one.version, fenced=one.fenced, reason=RESTARTED)
             instance = pair.instances[one.name] = Instance(pair.spec, one.name, one.spec, record, store)

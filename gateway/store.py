@@ -34,12 +34,12 @@ log = logging.getLogger("weightcast.gateway")
 FORMAT = 2
 _READABLE = (0, 1, FORMAT)
 """Formats that are brought to this one: none yet, and 1, which knows no displaced processes and no uid of a pair."""
-_TABLES = (
-    "create table if not exists pairs (name text primary key, spec text not null) without rowid",
-    """create table if not exists instances (
+_TABLES = {
+    "pairs": "create table if not exists pairs (name text primary key, spec text not null) without rowid",
+    "instances": """create table if not exists instances (
         pair text not null, name text not null, state text not null, primary key (pair, name)
     ) without rowid""",
-)
+}
 
 _Statement = tuple[str, tuple[str, ...]]
 _Number = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -89,38 +89,44 @@ class Store:
             raise ControlError(
                 f"state file {self._path} is empty, so it was cut off; put a backup in its place or remove it"
             )
+        database: sqlite3.Connection | None = None
         try:
             database = sqlite3.connect(self._path, timeout=1.0, isolation_level=None, check_same_thread=False)
-            database.execute("pragma locking_mode = exclusive")  # two gateways would contradict each other
-            database.execute("pragma journal_mode = wal")
-            database.execute("pragma synchronous = full")
-            (found,) = database.execute("pragma user_version").fetchone()
-            tables = {str(row[0]) for row in database.execute("select name from sqlite_master where type = 'table'")}
-            if not found and tables:
-                raise ControlError(
-                    f"state file {self._path} is another program's, with table {min(tables)}; name another file"
-                )
-            if found not in _READABLE:
-                raise ControlError(f"state file {self._path} has format {found}, expected {FORMAT}; name another file")
-            database.execute("begin exclusive")
-            for table in _TABLES:
-                database.execute(table)
-            if found == 1:
-                database.execute("update pairs set spec = json_set(spec, '$.uid', lower(hex(randomblob(16))))")
-            database.execute(f"pragma user_version = {FORMAT}")
-            database.execute("commit")
-            check = [str(row[0]) for row in database.execute("pragma quick_check(1)")]
+            self._take(database)
         except sqlite3.Error as error:
             hint = "; is another gateway using it?" if "locked" in str(error) else ""
             raise ControlError(f"cannot use state file {self._path}: {error}{hint}") from error
+        finally:
+            if self._database is None and database is not None:
+                database.close()
+
+    def _take(self, database: sqlite3.Connection) -> None:
+        """Checks all that is in the file, and only then writes to it."""
+        database.execute("pragma locking_mode = exclusive")  # two gateways would contradict each other
+        database.execute("pragma journal_mode = wal")
+        database.execute("pragma synchronous = full")
+        (found,) = database.execute("pragma user_version").fetchone()
+        tables = {str(row[0]) for row in database.execute("select name from sqlite_master where type = 'table'")}
+        if not found and tables:
+            raise ControlError(
+                f"state file {self._path} is another program's, with table {min(tables)}; name another file"
+            )
+        if found not in _READABLE:
+            raise ControlError(f"state file {self._path} has format {found}, expected {FORMAT}; name another file")
+        if found and (missing := _TABLES.keys() - tables):
+            raise self.damaged(f"no table {min(missing)}")
+        database.execute("begin exclusive")
+        for table in _TABLES.values():
+            database.execute(table)
+        if found == 1:
+            database.execute("update pairs set spec = json_set(spec, '$.uid', lower(hex(randomblob(16))))")
+        database.execute(f"pragma user_version = {FORMAT}")
+        check = [str(row[0]) for row in database.execute("pragma quick_check(1)")]
         if check != ["ok"]:
             raise self.damaged(" ".join(" ".join(check).split()))
+        self._loaded(database)
+        database.execute("commit")
         self._database = database
-        try:
-            self.load()
-        except ControlError:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Closes the file, after what is being written: a task that was cancelled has left its thread at work."""
@@ -131,11 +137,12 @@ class Store:
 
     def load(self) -> list[tuple[PairSpec, list[SavedInstance]]]:
         """All pairs and their instances. Raises ControlError for a file that is not as it was written."""
-        if self._database is None:
-            return []
+        return [] if self._database is None else self._loaded(self._database)
+
+    def _loaded(self, database: sqlite3.Connection) -> list[tuple[PairSpec, list[SavedInstance]]]:
         try:
-            pairs = self._database.execute("select name, spec from pairs order by name").fetchall()
-            rows = self._database.execute("select pair, name, state from instances order by pair, name").fetchall()
+            pairs = database.execute("select name, spec from pairs order by name").fetchall()
+            rows = database.execute("select pair, name, state from instances order by pair, name").fetchall()
             specs = [_pair_of(*row) for row in pairs]
             instances = [_instance_of(*row) for row in rows]
         except (sqlite3.Error, ValueError, TypeError, WeightcastError) as error:
