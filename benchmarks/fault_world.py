@@ -125,8 +125,7 @@ class World:
     def __enter__(self) -> World:
         self.client = GatewayClient(self.url, self._token, timeout=20.0)
         self.start_gateway()
-        instances = {name: {"kind": "worker", "world_size": world} for name, world in INSTANCES.items()}
-        self.client.create_pair(fault_ranks.PAIR, TRAINERS, instances, SETTINGS, 64 << 10, self._commit)
+        self.create_pair()
         self.trainers = [self.start_trainer(rank) for rank in range(TRAINERS)]
         self.engines = {
             (name, rank): self.start_engine(name, rank) for name in INSTANCES for rank in range(INSTANCES[name])
@@ -150,6 +149,31 @@ class World:
             except WeightcastError:
                 assert time.monotonic() < limit, "the gateway did not start"
                 time.sleep(0.05)
+
+    def create_pair(self) -> None:
+        instances = {name: {"kind": "worker", "world_size": world} for name, world in INSTANCES.items()}
+        self.client.create_pair(fault_ranks.PAIR, TRAINERS, instances, SETTINGS, 64 << 10, self._commit)
+
+    def recreate_pair(self) -> None:
+        """The pair is deleted, and created again as it was; ranks live on and are told by nobody."""
+        self.client.delete_pair(fault_ranks.PAIR)
+        self.create_pair()
+
+    def copy_state(self) -> dict[str, bytes]:
+        """The gateway's state as its file has it now, over a restart: a file in use cannot be copied."""
+        self.gateway.kill()
+        files = {file.name: file.read_bytes() for file in self._work.glob("state*")}
+        self.start_gateway()
+        return files
+
+    def put_back(self, files: dict[str, bytes]) -> None:
+        """A gateway begins with the state of an earlier time."""
+        self.gateway.kill()
+        for file in self._work.glob("state*"):
+            file.unlink()
+        for name, content in files.items():
+            (self._work / name).write_bytes(content)
+        self.start_gateway()
 
     def start_trainer(self, rank: int) -> Process:
         arguments = (rank, TRAINERS, self.url, self._token)
