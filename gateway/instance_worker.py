@@ -1,7 +1,7 @@
 """An inference rank's side of its pair, given a Sink.
 
 Engine plugins call its steps one by one; an engine of your own calls `serve()` between two batches, and generates only
-while `fenced` is False.
+while `fenced` is False, which it never is before the first commit.
 """
 
 from __future__ import annotations
@@ -271,12 +271,16 @@ class InstanceWorker:
         """
         until = time.monotonic() + wait
         try:
-            return self._serve(until)
-        except AbsentError as error:
-            if self._cursor is None:
-                raise  # nobody knows yet that there is such a pair
-            self._wait_for_pair(error, until)
-            return None
+            while True:
+                try:
+                    return self._serve(until)
+                except AbsentError as error:
+                    if self._cursor is None:
+                        raise  # nobody knows yet that there is such a pair
+                    self._say_absent(error)
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(min(1.0, max(0.0, until - time.monotonic())))
         except DisplacedError as error:
             self._displaced = error
             raise
@@ -308,7 +312,7 @@ class InstanceWorker:
             if not busy and time.monotonic() >= until:
                 return None
 
-    def _wait_for_pair(self, error: AbsentError, until: float) -> None:
+    def _say_absent(self, error: AbsentError) -> None:
         if not self._absent:
             self._absent = True
             self.disconnect()
@@ -320,7 +324,6 @@ class InstanceWorker:
                 self.version,
                 self._pair,
             )
-        time.sleep(max(0.0, until - time.monotonic()))
 
     def _first_order(self) -> int:
         """Number of the first order that is for this worker; those that another one has followed before it are not."""

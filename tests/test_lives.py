@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -114,6 +115,25 @@ def test_an_instance_that_leaves_and_joins_again_is_heard(undo: ExitStack) -> No
     assert record(url, token)["reason"] == "it had left"
     training.update(2)
     soon(lambda: engine.state == (2, False))
+
+
+def test_who_waits_for_orders_of_an_instance_is_woken_when_it_joins_again(undo: ExitStack) -> None:
+    """Else a rank that polls for long would hear of the update when it is too late to register."""
+    url, token = undo.enter_context(running_gateway())
+    create(url, token, outage=60.0, register=4.0)
+    engine = Engine(url, token, wait=8.0)
+    undo.callback(engine.close)
+    training = training_on(undo, url, token)
+    training.update(1)
+    with GatewayClient(url, token) as client:
+        client.join_instance("main", "other", {"kind": "worker", "world_size": 1})
+        client.leave_instance("main", ENGINE)
+        soon(lambda: client.pair_status("main")["instances"][ENGINE]["phase"] == "left")
+        time.sleep(1.0)  # it has heard that, and asks again
+        client.join_instance("main", ENGINE, ONE[ENGINE])
+        client.leave_instance("main", "other")
+    training.update(2)
+    assert engine.served == [1, 2] or engine.state == (2, False)
 
 
 def test_a_pair_that_never_was_is_an_error(undo: ExitStack) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.errors import EngineError, TransferError
+from weightcast.transfer.errors import EngineError, TransferError, UpdateError
 
 OUTAGE = 3.0
 SPARE = 12.0
@@ -169,6 +169,40 @@ def test_update_whose_link_is_cut_in_the_middle_of_the_transfer(undo: ExitStack)
         soon(lambda: engine.said, 60.0)
     assert isinstance(engine.said[0], TransferError)
     assert engine.state == (1, True)
+
+
+def test_an_engine_whose_link_is_cut_does_not_wait_for_bytes_that_nobody_sends(undo: ExitStack) -> None:
+    """Its trainer stands still, and the gateway cannot tell it so: it asks in vain, and ends the run itself."""
+    url, token = undo.enter_context(running_gateway())
+    create(url, token, outage=OUTAGE, heartbeat=0.5, silence=60.0, transfer=120.0)
+    link = undo.enter_context(cut_link(url))
+    engine = Engine(link.url, token)
+    undo.callback(engine.close)
+    training = trainer(url, token)
+    undo.callback(training.close)
+    training.update(1)
+    sends, goes_on = threading.Event(), threading.Event()
+    run = training._run
+
+    def late(*arguments: object) -> None:
+        sends.set()
+        goes_on.wait(90.0)
+        run(*arguments)  # type: ignore[arg-type]
+
+    training._run = late  # type: ignore[assignment]
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(training.update, 2)
+        assert sends.wait(30.0)
+        soon(lambda: engine.worker._run is not None)
+        link.cut()
+        begun = time.monotonic()
+        soon(lambda: engine.said, 80.0)
+        assert time.monotonic() - begun < OUTAGE + SPARE
+        assert engine.state == (1, True)
+        link.mend()
+        goes_on.set()
+        with suppress(UpdateError):  # by then it may have been tried again
+            updating.result(90.0)
 
 
 def test_a_trainer_rank_that_dies_while_it_joins_is_not_waited_for_by_the_others(undo: ExitStack) -> None:
