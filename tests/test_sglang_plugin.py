@@ -88,7 +88,7 @@ def still_serves(server: ServerProcess) -> bool:
 @pytest.mark.parametrize(
     ("group", "world_size", "said"),
     [
-        ("weightcast/nope/rollout-0/1", 1, "InputError: there is no pair 'nope'"),
+        ("weightcast/nope/rollout-0/1", 1, "AbsentError: there is no pair 'nope'"),
         ("weightcast/nope/rollout-0", 1, "is not weightcast/PAIR/INSTANCE/EPOCH"),
         ("weightcast/main/rollout-0/1", 2, "instance rollout-0 has 1 ranks, the pair says 2"),
         ("weightcast/main/rollout-9/1", 1, "pair main has no instance 'rollout-9'; it has rollout-0"),
