@@ -122,17 +122,18 @@ class GatewayClient:
         begun = time.monotonic()
         while True:
             asked = time.monotonic()
-            until = (begun if self._lost is None else self._lost) + self._patience
-            if self._lost is not None and "wait" in request.get("params", {}):
+            lost = self._lost if self.outage and self._reached else None
+            until = (begun if lost is None else lost) + self._patience
+            if lost is not None and "wait" in request.get("params", {}):
                 request["params"] = {**request["params"], "wait": 0.0}  # first whether there is anybody
             try:
                 response = self._client.request(method, path, timeout=max(until - asked, _ONCE), **request)
             except httpx.HTTPError as error:
                 now = time.monotonic()
-                if self._lost is None:
-                    # A connection that breaks tells the moment; silence may have begun when nothing was asked yet.
-                    self._lost = asked if isinstance(error, httpx.TimeoutException) else now
-                if now >= self._lost + (self.outage if self._reached else 0.0):
+                # A connection that breaks tells the moment; silence may have begun when it was asked.
+                since = self._lost or (asked if isinstance(error, httpx.TimeoutException) else now)
+                self._lost = since
+                if now >= since + (self.outage if self._reached else 0.0):
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from error

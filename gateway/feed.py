@@ -34,12 +34,12 @@ class OrderFeed:
         work: Follow,
         last: Callable[[Order], bool],
         seen: Callable[[Order], None] = lambda order: None,
-        lost: Callable[[], None] = lambda: None,
+        lost: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """Does `work` for all instances at once, so that none waits for another, until each has had its `last` order.
 
-        `seen` is told of each order as it comes, while the work for its instance may be busy with one before; `lost`
-        that no more will come, so that work under way can be ended.
+        `seen` is told of each order as it comes, while the work for its instance may be busy with one before, `lost`
+        why no further order can come.
 
         Raises the first failure after all have ended; DeadlineError when an order does not come, ControlError when the
         gateway was restarted or the pair created again.
@@ -62,9 +62,9 @@ class OrderFeed:
             try:
                 self._deal(queues, last, seen)
             except BaseException as error:
+                lost(error)
                 for queue in queues.values():
                     queue.put(error)
-                lost()
                 raise
         for future in futures:
             future.result()

@@ -174,8 +174,9 @@ class TrainerWorker:
         self._client.begin()
         self._given_up = False
 
-    def _give_up(self) -> None:
-        """Ends all that is under way: the gateway is gone, and what it decides will not be heard."""
+    def _give_up(self, error: BaseException) -> None:
+        """Ends all that is under way: the gateway gives this rank no more orders, as when it is gone."""
+        log.warning("what is under way is given up: %s", error, extra={"pair": self._pair, "rank": self._rank})
         self._given_up = True
         for name in tuple(self._joining):
             self._leave_join(name)

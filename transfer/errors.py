@@ -19,8 +19,8 @@
     │   └── EngineError               an engine's own API refused a step
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
-        │   └── DisplacedError        a process whose place another one has taken; names both
         ├── VersionError              a version that does not grow
+        ├── DisplacedError            a process that was replaced speaks all the same; names both
         └── AuthorizationError        a missing or wrong token
 
 A message names tensor, rank, instance, what was expected, what was found, and what to do. It is one line, so that it
@@ -141,12 +141,12 @@ class PairStateError(ControlError):
     """An event that is illegal in the present state of the pair."""
 
 
-class DisplacedError(PairStateError):
-    """This process is no longer the rank that it says it is: another one has taken its place."""
-
-
 class VersionError(ControlError):
     """A version that is not greater than the one committed."""
+
+
+class DisplacedError(ControlError):
+    """A process that another one has replaced is believed no more; the message names both."""
 
 
 class AuthorizationError(ControlError):
