@@ -209,7 +209,7 @@ def test_a_state_of_other_types_is_refused_as_it_is(tmp_path: Path, wrong: str) 
 
 
 @pytest.mark.parametrize(
-    "wrong", ["garbage", "cut off", "cut in the middle", "empty", "folder", "format", "types", "foreign"]
+    "wrong", ["garbage", "cut off", "cut in the middle", "empty", "folder", "format", "types", "foreign", "rows lost"]
 )
 def test_a_gateway_ends_at_once_on_a_file_that_is_no_state(tmp_path: Path, wrong: str) -> None:
     state = tmp_path / "state"
@@ -233,8 +233,16 @@ def test_a_gateway_ends_at_once_on_a_file_that_is_no_state(tmp_path: Path, wrong
             if wrong == "format":
                 raw.execute("pragma user_version = 99")
             if wrong == "foreign":
-                raw.executescript("drop table pairs; create table songs (name text); pragma user_version = 0")
+                raw.executescript(
+                    "drop table pairs; drop table instances; create table songs (name text); pragma user_version = 0"
+                )
         raw.close()
+        if wrong == "rows lost":  # the last page says that it has one row of many
+            with state.open("r+b") as file:
+                file.seek(-4096, os.SEEK_END)
+                assert file.read(1) in (b"\x0a", b"\x0d"), "a page of rows"
+                file.seek(-4096 + 3, os.SEEK_END)
+                file.write(b"\x00\x01")
         if wrong.startswith("cut"):
             os.truncate(state, 50 if wrong == "cut off" else state.stat().st_size // 2)
     command = [sys.executable, "-m", "weightcast", "gateway", "--state", str(state), "--port", str(free_port())]
