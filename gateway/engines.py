@@ -6,12 +6,15 @@ only calls what the engine offers for them, in the engine's order, and treats ev
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, TypeAlias
 
 import httpx
 
 from weightcast.gateway.urls import check_url, trusted
+from weightcast.gateway.verify import NonFinite
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
@@ -34,7 +37,9 @@ class EngineSpec:
     `InstanceWorker.serve` themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends
     them, "retract" computes them anew after the update, "in_place" goes on with the old KV cache, which then is not
     flushed. `backend` is the transport of the instance's communicator. With `hold` the engine stays paused after a
-    commit: whoever gave its memory to a trainer lets it go on.
+    commit: whoever gave its memory to a trainer lets it go on. `non_finite` says what is done with values of the
+    trainer that are infinite or no number, or become so in the engine's dtype: "refuse" the version, but for tensors
+    whose names match one of the patterns `allow_non_finite` (fnmatch's), or "report" them only.
     """
 
     kind: Literal["sglang", "worker"]
@@ -43,6 +48,17 @@ class EngineSpec:
     pause: PauseMode = "abort"
     backend: Literal["tcp", "gloo", "nccl"] = "tcp"
     hold: bool = False
+    non_finite: Literal["refuse", "report"] = "refuse"
+    allow_non_finite: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow_non_finite", tuple(self.allow_non_finite))  # JSON has lists
+
+    def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
+        """Those that are not taken."""
+        if self.non_finite == "report":
+            return []
+        return [one for one in values if not any(fnmatchcase(one.tensor, name) for name in self.allow_non_finite)]
 
 
 class EngineDriver(Protocol):
@@ -202,6 +218,8 @@ def make_driver(instance: str, spec: EngineSpec, timeout: float) -> EngineDriver
     """The driver for a spec. Raises InputError for one that contradicts itself."""
     if spec.world_size < 1:
         raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
+    if spec.allow_non_finite and spec.non_finite == "report":
+        raise InputError(f"instance {instance}: non_finite is 'report', which allows all; leave allow_non_finite out")
     if spec.kind == "worker":
         return WorkerDriver()
     return SGLangDriver(instance, spec, timeout)

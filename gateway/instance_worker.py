@@ -30,7 +30,7 @@ from weightcast.gateway.membership import (
 )
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.endpoints import Sink
+from weightcast.transfer.endpoints import Settles, Sink
 from weightcast.transfer.errors import (
     AbsentError,
     DisplacedError,
@@ -54,8 +54,8 @@ class Memory:
 
     `version` was committed last. `verified` is the version whose digests were reported last, if the memory was not
     written since, and `of` the uid of the pair that it came from. `uncommitted` says that the memory was written since
-    a commit, `unconfirmed` that the gateway's record says something else than `version`. `identity` stands for the
-    process.
+    a commit, `unconfirmed` that the gateway's record says something else than `version`. `followed` is the generation
+    of the trainer that wrote the memory last. `identity` stands for the process.
     """
 
     version: int | None = None
@@ -63,6 +63,7 @@ class Memory:
     of: str = ""
     uncommitted: bool = False
     unconfirmed: bool = False
+    followed: int = 0
     identity: str = field(default_factory=process_identity)
 
 
@@ -148,6 +149,7 @@ class InstanceWorker:
             verified=memory.verified,
             of=memory.of,
             uncommitted=memory.uncommitted,
+            followed=memory.followed,
         )
         self._confirm(committed)
 
@@ -201,7 +203,7 @@ class InstanceWorker:
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
             self.memory.uncommitted, self.memory.verified = True, None
-            self._target = int(order["version"])
+            self._target, self.memory.followed = int(order["version"]), int(order["trainer"])
             labels = {"pair": self._pair, "version": self._target}
             self._run = Run(self._epoch, member.group)
             return executor.run(Deadline.after(self._waits.transfer), labels)
@@ -232,8 +234,9 @@ class InstanceWorker:
             run.call_off()
 
     def verify(self) -> bool:
-        """Digests this rank's memory as it now is, after the engine's own post-load work, and reports.
+        """Lets the sink settle, digests this rank's memory as it then is, and reports.
 
+        Called after the engine's own end of the update session.
         False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
         after all ranks were described anew.
         """
@@ -247,6 +250,8 @@ class InstanceWorker:
             if change.text:
                 self._client.moved(*where, self._rank, target, list(change.layers))
                 return False
+            if isinstance(self._sink, Settles):
+                self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
             # Whoever never hears of it cannot have committed it.
@@ -449,6 +454,6 @@ class InstanceWorker:
         if self._client.lost:
             return
         try:
-            self._client.fail(self._pair, self._instance, self._epoch, f"{self._instance} rank {self._rank}", error)
+            self._client.fail(self._pair, self._instance, self._epoch, "instance", self._rank, error)
         except WeightcastError as second:
             log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)

@@ -146,12 +146,13 @@ def join(
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
     labels = member_labels(part)
+    where = (pair, part.instance, epoch, "trainer" if part.is_trainer else "instance", part.rank)
     deadline = Deadline.after(seconds)
     if part.group_rank == 0:
         store, port = open_store(address, deadline)
-        client.set_rendezvous(pair, part.instance, epoch, address, port)
+        client.set_rendezvous(*where, address, port)
     else:
-        host, port = client.rendezvous(pair, part.instance, epoch, deadline.at)
+        host, port = client.rendezvous(*where, deadline.at)
         store = connect_store(host, port, deadline)
     group = join_group(
         store,
@@ -166,7 +167,7 @@ def join(
     try:
         member.neighbours = find_neighbours(group, part, layout, share, deadline)
         member.executor = Executor(part, layout, group, member.neighbours)
-        client.joined(pair, part.instance, epoch, labels[part.group_rank])
+        client.joined(*where)
     except WeightcastError:
         member.close()
         raise

@@ -22,6 +22,7 @@ from weightcast.gateway.experts import check_dispatch, check_slots, common_place
 from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
 from weightcast.transfer.columns import find_names
 from weightcast.transfer.coverage import describe_gaps
+from weightcast.transfer.dtypes import cast_allowed, dtype_name
 from weightcast.transfer.errors import CoverageError, LayoutError
 from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
 from weightcast.transfer.names import summarize
@@ -115,9 +116,9 @@ def merge_instance(
     `catalog` are the tensors of the trainer; the instance must hold all of them that no rank declares as left out, and
     no others. Without it the tensors that its own ranks know are taken for complete.
 
-    Raises LayoutError for missing, repeated or disagreeing ranks and for shapes that differ from the catalog's;
-    CoverageError, naming all gaps in compact ranges, for what no rank or slot holds; AgreementError where regions or
-    dispatch tables contradict the placement.
+    Raises LayoutError for missing, repeated or disagreeing ranks, for shapes that differ from the catalog's, and for
+    dtypes that its values cannot be cast to; CoverageError, naming all gaps in compact ranges, for what no rank or slot
+    holds; AgreementError where regions or dispatch tables contradict the placement.
     """
     side = SideName(instance)
     ordered = order_reports(side, reports)
@@ -167,9 +168,10 @@ def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:
 
 def _compare_catalog(layout: InstanceLayout, known: TensorTable, row: IntArray) -> list[str]:
     """Gaps between the trainer's tensors and the instance's, which are rows `row` of the trainer's, in words. Raises
-    LayoutError for shapes that differ."""
+    LayoutError for shapes that differ, and for dtypes that do not go together."""
     held = layout.tensors
     _compare_shapes(layout, known, np.flatnonzero(row >= 0), row[row >= 0])
+    _compare_dtypes(layout, known, np.flatnonzero(row >= 0), row[row >= 0])
     here = np.zeros(len(known), dtype=bool)
     here[row[row >= 0]] = True
     left_out = layout.left_out
@@ -194,4 +196,20 @@ def _compare_shapes(layout: InstanceLayout, known: TensorTable, mine: IntArray, 
         raise LayoutError(
             f"tensor {layout.tensors.names[row]!r} has shape {list(known.spec(int(theirs[at])).shape)} on the trainer "
             f"and {list(layout.tensors.spec(row).shape)} on {layout.name}"
+        )
+
+
+def _compare_dtypes(layout: InstanceLayout, known: TensorTable, mine: IntArray, theirs: IntArray) -> None:
+    """Values of tensors `theirs` of the trainer can be cast to the dtypes of `mine` of the instance."""
+    wrong = np.flatnonzero(~cast_allowed(known.dtype[theirs], layout.tensors.dtype[mine]))
+    if len(wrong):
+        name = layout.tensors.names[int(mine[wrong[0]])]
+        held, wanted = (
+            dtype_name(int(known.dtype[theirs[wrong[0]]])),
+            dtype_name(int(layout.tensors.dtype[mine[wrong[0]]])),
+        )
+        more = f"; {len(wrong) - 1} tensors more are like it" if len(wrong) > 1 else ""
+        raise LayoutError(
+            f"tensor {name!r} has dtype {held} on the trainer and {wanted} on {layout.name}: a cast would change its "
+            f"values unseen; load the engine with the trainer's dtype, or convert the tensor on the trainer{more}"
         )

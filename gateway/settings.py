@@ -21,7 +21,8 @@ class Settings:
 
     How long the gateway waits for each step before it gives an update up: `offer` from the first trainer rank's offer
     to the last one's, `register` for reports, `join` for communicators, `prepare` for ranks to check their layouts,
-    `transfer`, `verify` for digests, `engine` for one call to an engine, `clean_up` for each call after a failure.
+    `transfer`, `verify` for digests, those before the transfer and those after it, `engine` for one call to an engine,
+    `clean_up` for each call after a failure.
     `update` is for all of that together: from the first offer until the update is decided, whatever was tried again;
     only the calls after a failure come on top. Who was missing when it is over is named.
 

@@ -1,4 +1,5 @@
-"""What the gateway has to know after a restart, in one SQLite file: pairs, and of each instance version and fence.
+"""What the gateway has to know after a restart, in one SQLite file: pairs, of each instance version and fence, and of
+each trainer rank which process is believed.
 
 What is written first is what may never be forgotten: that an instance is fenced, before its first byte is written; that
 a version is committed, before anyone is told. All that waits at one moment is written in one transaction, so that many
@@ -15,6 +16,7 @@ import json
 import logging
 import sqlite3
 import threading
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
@@ -24,6 +26,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.records import PairSpec
 from weightcast.transfer.errors import ControlError, WeightcastError
 
@@ -32,12 +35,17 @@ __all__ = ["SavedInstance", "Store"]
 log = logging.getLogger("weightcast.gateway")
 
 FORMAT = 2
+"""Format 1 had no processes, neither of trainers nor displaced ones, and no uid of a pair: its trainers are taken as
+those of a gateway that has kept no state.
+"""
 _READABLE = (0, 1, FORMAT)
-"""Formats that are brought to this one: none yet, and 1, which knows no displaced processes and no uid of a pair."""
 _TABLES = {
     "pairs": "create table if not exists pairs (name text primary key, spec text not null) without rowid",
     "instances": """create table if not exists instances (
         pair text not null, name text not null, state text not null, primary key (pair, name)
+    ) without rowid""",
+    "processes": """create table if not exists processes (
+        pair text not null, process text not null, state text not null, primary key (pair, process)
     ) without rowid""",
 }
 
@@ -112,19 +120,26 @@ class Store:
                 f"state file {self._path} is another program's, with table {min(tables)}; name another file"
             )
         if found not in _READABLE:
-            raise ControlError(f"state file {self._path} has format {found}, expected {FORMAT}; name another file")
-        if found and (missing := _TABLES.keys() - tables):
+            raise ControlError(
+                f"state file {self._path} has format {found}, expected at most {FORMAT}; name another file"
+            )
+        if found and (missing := _TABLES.keys() - tables - ({"processes"} if found == 1 else set())):
             raise self.damaged(f"no table {min(missing)}")
         database.execute("begin exclusive")
         for table in _TABLES.values():
             database.execute(table)
         if found == 1:
-            database.execute("update pairs set spec = json_set(spec, '$.uid', lower(hex(randomblob(16))))")
+            # No JSON functions of SQLite: links without a limit are written as Infinity.
+            renewed = [
+                (json.dumps({**asdict(spec), "uid": uuid.uuid4().hex}), spec.name) for spec, _ in self._loaded(database)
+            ]
+            database.executemany("update pairs set spec = ? where name = ?", renewed)
         database.execute(f"pragma user_version = {FORMAT}")
         check = [str(row[0]) for row in database.execute("pragma quick_check(1)")]
         if check != ["ok"]:
             raise self.damaged(" ".join(" ".join(check).split()))
-        self._loaded(database)
+        for spec, _ in self._loaded(database):
+            self._processes(database, spec.name)
         database.execute("commit")
         self._database = database
 
@@ -157,6 +172,22 @@ class Store:
             f"state file {self._path} is damaged: {why}; put a backup in its place or name another file"
         )
 
+    def load_processes(self, pair: str) -> list[Standing]:
+        """The trainer processes of a pair. Raises ControlError for a file that is not as it was written."""
+        return [] if self._database is None else self._processes(self._database, pair)
+
+    def _processes(self, database: sqlite3.Connection, pair: str) -> list[Standing]:
+        try:
+            rows = database.execute("select state from processes where pair = ? order by process", (pair,))
+            return [_standing_of(state) for (state,) in rows.fetchall()]
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise self.damaged(error) from error
+
+    async def save_processes(self, pair: str, standings: Iterable[Standing], forgotten: Iterable[str] = ()) -> None:
+        """Trainer processes of a pair, and those that are no longer known; otherwise like `save`."""
+        deletions = [("delete from processes where pair = ? and process = ?", (pair, one)) for one in forgotten]
+        await self._write([*(_saving_process(pair, standing) for standing in standings), *deletions])
+
     async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
         """A pair with its instances."""
         statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
@@ -175,8 +206,8 @@ class Store:
 
     async def forget(self, pair: str) -> None:
         """Removes a pair."""
-        deletions = [("delete from pairs where name = ?", (pair,)), ("delete from instances where pair = ?", (pair,))]
-        await self._write(deletions)
+        tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
+        await self._write([(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables])
 
     async def _save_later(self, instance: SavedInstance) -> None:
         try:
@@ -238,6 +269,33 @@ def _saving(instance: SavedInstance) -> _Statement:
     state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
     values = (instance.pair, instance.name, json.dumps(state))
     return "insert or replace into instances values (?, ?, ?)", values
+
+
+def _saving_process(pair: str, standing: Standing) -> _Statement:
+    state = {"process": _row(standing.process), "by": None if standing.by is None else _row(standing.by)}
+    return "insert or replace into processes values (?, ?, ?)", (pair, standing.process.process, json.dumps(state))
+
+
+_COLUMNS = ("rank", "start", "host", "pid", "registered", "generation")
+"""Of a trainer process, all but the claim: to the next life of the gateway it is known for certain."""
+
+
+def _row(process: TrainerProcess) -> list[int | float | str]:
+    return [getattr(process, name) for name in _COLUMNS]
+
+
+def _standing_of(state: str) -> Standing:
+    document = _document(state, "a trainer process")
+    if document.keys() != {"process", "by"}:
+        raise ValueError(f"a trainer process has {', '.join(document) or 'nothing'}, expected process, by")
+    by = document["by"]
+    return Standing(_process_of(document["process"]), None if by is None else _process_of(by))
+
+
+def _process_of(row: object) -> TrainerProcess:
+    if not isinstance(row, list) or len(row) != len(_COLUMNS):
+        raise ValueError(f"a trainer process is {row!r:.80}, expected {', '.join(_COLUMNS)}")
+    return _read(TrainerProcess, dict(zip(_COLUMNS, row, strict=True)), "a trainer process")
 
 
 def _instance_of(pair: str, name: str, state: str) -> SavedInstance:

@@ -16,11 +16,14 @@
     │   ├── TransferError             bytes could not be moved
     │   │   └── DeadlineError         a wait ran past its deadline; names who is missing
     │   ├── DigestMismatchError       what lies in memory is not what was sent
+    │   ├── WeightsChangedError       the trainer's weights changed while they were sent
+    │   ├── NonFiniteError            the trainer holds values, or a cast makes some, that an instance refuses
     │   └── EngineError               an engine's own API refused a step
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
         ├── VersionError              a version that does not grow
         ├── DisplacedError            a process that was replaced speaks all the same; names both
+        ├── UnregisteredError         a trainer rank that this start of the gateway does not know: register first
         └── AuthorizationError        a missing or wrong token
 
 A message names tensor, rank, instance, what was expected, what was found, and what to do. It is one line, so that it
@@ -44,15 +47,18 @@ __all__ = [
     "EngineError",
     "InputError",
     "LayoutError",
+    "NonFiniteError",
     "PairStateError",
     "PlacementError",
     "PlacementIndexError",
     "PlanError",
     "StalePlanError",
     "TransferError",
+    "UnregisteredError",
     "UpdateError",
     "VersionError",
     "WeightcastError",
+    "WeightsChangedError",
     "WireError",
 ]
 
@@ -129,6 +135,14 @@ class DigestMismatchError(UpdateError):
     """The digest of what lies in memory is not the digest of what was sent."""
 
 
+class WeightsChangedError(UpdateError):
+    """The trainer's weights changed during update(); the message names tensors and ranks."""
+
+
+class NonFiniteError(UpdateError):
+    """Values that are infinite or no number, or will be by a cast; nothing was written, the old version is served."""
+
+
 class EngineError(UpdateError):
     """An engine's own API refused a step, or answered nonsense."""
 
@@ -147,6 +161,10 @@ class VersionError(ControlError):
 
 class DisplacedError(ControlError):
     """A process that another one has replaced is believed no more; the message names both."""
+
+
+class UnregisteredError(ControlError):
+    """A trainer rank that has not registered since the gateway was started, or since its pair was made."""
 
 
 class AuthorizationError(ControlError):
