@@ -274,8 +274,8 @@ def test_a_displaced_worker_is_refused_for_good_and_fails_nobody(undo: ExitStack
             lambda: client.orders("main", ENGINE, 0, 0.0),
             lambda: client.restarted("main", ENGINE, 0),
             lambda: client.beat(f"main/instances/{ENGINE}/ranks/0", first.worker.memory.identity),
-            lambda: client.joined("main", ENGINE, 1, f"{ENGINE} rank 0"),
-            lambda: client.fail("main", ENGINE, 1, f"{ENGINE} rank 0", ValueError("x")),
+            lambda: client.joined("main", ENGINE, 1, "instance", 0),
+            lambda: client.fail("main", ENGINE, 1, "instance", 0, ValueError("x")),
             lambda: client.moved("main", ENGINE, 1, 0, 5, [0]),
             lambda: client.ready("main", ENGINE, 1, 0, "", [], 0.0),
         ):
