@@ -56,6 +56,7 @@ class Heartbeat:
                 if str(error) != refused:  # once: it is said until the process ends or connects anew
                     refused = str(error)
                     log.error("%s", error)
+                self._failed(time.monotonic() - answered, error)
             except WeightcastError as error:
                 log.debug("heartbeat of %s: %s", self._path, error)
                 self._failed(time.monotonic() - answered, error)

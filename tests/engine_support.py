@@ -222,7 +222,8 @@ class Trainer:
             order = orders[0]
             self.cursor[name] += 1
             if order.action == "join":
-                await self._join(name, order.epoch)
+                with suppress(WeightcastError):  # whoever cannot join is told so by an order
+                    await self._join(name, order.epoch)
             elif order.action == "prepare" and not self.mute:
                 await asyncio.sleep(0.01)
                 assert order.version is not None

@@ -184,10 +184,10 @@ def test_an_engine_whose_link_is_cut_does_not_wait_for_bytes_that_nobody_sends(u
     sends, goes_on = threading.Event(), threading.Event()
     run = training._run
 
-    def late(*arguments: object) -> None:
+    def late(*arguments: object, **keywords: object) -> None:
         sends.set()
         goes_on.wait(90.0)
-        run(*arguments)  # type: ignore[arg-type]
+        run(*arguments, **keywords)  # type: ignore[arg-type]
 
     training._run = late  # type: ignore[assignment]
     with ThreadPoolExecutor(1) as pool:
