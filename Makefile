@@ -8,7 +8,7 @@
 # make bench-verify   what verification adds to a whole update (VERIFY_ARGS="--mib 1024")
 # make bench-colocated   reading in place beside plain copy, Gloo and handing over full tensors (COLOCATED_ARGS="--mib 64")
 # make bench-ray   an update through Ray beside the same over plain processes and HTTP (RAY_ARGS="--mib 64")
-# make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 26")
+# make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 34")
 # make fuzz    a million mutated messages and requests to the gateway (FUZZ_ARGS="--count 10000")
 # make clean   remove the virtual environment and what the other targets left
 #
