@@ -347,14 +347,17 @@ class GatewayClient:
         """Says that a member of a communicator has joined."""
         self._call("POST", f"{self._base(pair, instance, epoch)}/{side}/{rank}/joined")
 
-    def fail(self, pair: str, instance: str, epoch: int, side: str, rank: int, error: BaseException) -> None:
-        """Says what stopped a rank, so that nobody waits for it."""
+    def fail(
+        self, pair: str, instance: str, epoch: int, side: str, rank: int, error: BaseException, *, uid: str = ""
+    ) -> None:
+        """Says what stopped a rank, so that nobody waits for it. `uid` is that of the pair which it registered with."""
         name = type(error).__name__
         message = " ".join(str(error).split())[:9_000]
         if name not in errors.__all__:
             name, message = "ControlError", f"{name}: {message}"
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/failures"
-        self._call("POST", path, json={"error": name, "message": message})
+        params = {"uid": uid} if uid else {}
+        self._call("POST", path, params=params, json={"error": name, "message": message})
 
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.

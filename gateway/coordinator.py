@@ -28,10 +28,15 @@ __all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
 log = logging.getLogger("weightcast.gateway")
 
 
-async def connect(pair: Pair, gateway_host: str, gateway_port: int) -> None:
-    """Connects every instance to the trainer as it registered last. Failures stay with their instance."""
+async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
+    """Connects every instance to a generation of the trainer, unless it has started anew before its turn: then another
+    connect follows. Failures stay with their instance.
+    """
     async with pair.busy:
-        pair.acting = pair.generation
+        if generation != pair.generation:
+            pair.let_go()
+            return
+        pair.acting = generation
         instances = pair.present
         try:
             await merge_trainer_reports(pair)
@@ -158,9 +163,9 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
             raise instance.failure
         instance.on(Event.CONNECT)
         await pair.give(instance, Order("connected", instance.record.epoch, pair.updating))
-    except WeightcastError as error:
+    except Exception as error:  # whatever it is, the ranks have to be told
         await _give_up(call)
-        await _connect_failed(pair, instance, error)
+        await _connect_failed(pair, instance, as_weightcast_error(error))
 
 
 async def _give_up(call: asyncio.Task[None]) -> None:

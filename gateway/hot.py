@@ -28,7 +28,7 @@ from weightcast.gateway.pool import Gateway
 from weightcast.gateway.records import Order, as_json
 from weightcast.gateway.service import Pair
 from weightcast.transfer import errors, wire
-from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.errors import ControlError, InputError, PairStateError
 
 __all__ = ["hot_routes"]
 
@@ -191,6 +191,10 @@ def _update(routes: _Routes) -> None:
     @routes.add("POST", _MEMBER + "/failures", Speaker.SIDE)
     async def failures(asked: Asked) -> Reply:
         found, epoch = routes.at(asked)
+        if (uid := asked.text("uid")) and uid != found.uid:
+            raise PairStateError(
+                f"instance {found.name}: the pair was created again since; the failure is of the pair before"
+            )
         body = await asked.json(FailureBody)
         kind = getattr(errors, body.error, None) if body.error in errors.__all__ else None
         message = " ".join(body.message.split())
@@ -212,8 +216,8 @@ def _connect(routes: _Routes) -> None:
         verified = asked.whole("verified") if asked.has("verified") else None
         holds = Holding(verified, asked.text("of"), asked.flag("uncommitted"))
         body = await asked.message(wire.decode_report)
-        routes.pair(asked).follow(asked.whole("followed", "0"), f"{found.name} rank {rank}")
         committed = await found.register(epoch, rank, body, asked.text("identity", MAX_IDENTITY), holds)
+        routes.pair(asked).follow(asked.whole("followed", "0"), f"{found.name} rank {rank}")
         return json_reply({"registered": rank, "committed": committed, "uid": found.uid})
 
     @routes.add("GET", _EPOCH + "/parts/{side}/{rank}", Speaker.SIDE)

@@ -310,7 +310,9 @@ class Instance(Side):
         check_report(self.name, rank, self.world, report, self.pair)
         self.check_process(identity)
         holds = holds or Holding()
-        late = rank in self.reports and self.record.phase is not Phase.REGISTERING
+        # Once all have reported, they are planned for by what they said.
+        complete = self.record.phase is not Phase.REGISTERING or len(self.reports) == self.world
+        late = rank in self.reports and complete
         displaced = self._takes(rank, identity)
         differs = holds.differs(self.uid, self.record.version)
         if differs and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:

@@ -55,7 +55,7 @@ class Memory:
     `version` was committed last. `verified` is the version whose digests were reported last, if the memory was not
     written since, and `of` the uid of the pair that it came from. `uncommitted` says that the memory was written since
     a commit, `unconfirmed` that the gateway's record says something else than `version`. `followed` is the generation
-    of the trainer that wrote the memory last. `identity` stands for the process.
+    of the trainer of pair `followed_in` that wrote the memory last. `identity` stands for the process.
     """
 
     version: int | None = None
@@ -64,6 +64,7 @@ class Memory:
     uncommitted: bool = False
     unconfirmed: bool = False
     followed: int = 0
+    followed_in: str = ""
     identity: str = field(default_factory=process_identity)
 
 
@@ -103,7 +104,7 @@ class InstanceWorker:
         self._joining: Joining | None = None
         self._digests = PartDigests()
         self._run: Run | None = None
-        self._given_up = False
+        self._given_up = self._quiet = False
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = self._uid = ""
@@ -155,8 +156,9 @@ class InstanceWorker:
             verified=memory.verified,
             of=memory.of,
             uncommitted=memory.uncommitted,
-            followed=memory.followed,
+            followed=memory.followed if memory.followed_in == self._pair else 0,
         )
+        self._still_wanted()
         self._confirm(committed)
 
     def _confirm(self, committed: bool) -> None:
@@ -216,7 +218,8 @@ class InstanceWorker:
             self._run = Run(self._epoch, member.group)
             self._still_wanted()
             self.memory.uncommitted, self.memory.verified = True, None
-            self._target, self.memory.followed = int(order["version"]), int(order["trainer"])
+            self._target = int(order["version"])
+            self.memory.followed, self.memory.followed_in = int(order["trainer"]), self._pair
             labels = {"pair": self._pair, "version": self._target}
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
@@ -227,9 +230,12 @@ class InstanceWorker:
         finally:
             self._run = None
 
-    def give_up(self) -> None:
-        """Makes whatever this worker waits for fail, from any thread; it writes nothing from then on. Close it."""
-        self._given_up = True
+    def give_up(self, *, quietly: bool = False) -> None:
+        """Makes whatever this worker waits for fail, from any thread; it writes nothing from then on. Close it.
+
+        With `quietly` the gateway is not told: another worker has taken the place of this one.
+        """
+        self._given_up, self._quiet = True, self._quiet or quietly
         if (joining := self._joining) is not None:
             joining.abandon()
         if (run := self._run) is not None:
@@ -282,6 +288,7 @@ class InstanceWorker:
                 self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
+            self._still_wanted()
             # Whoever never hears of it cannot have committed it.
             self.memory.verified, self.memory.of = target, self._uid
             self._ahead = self._client.digests(
@@ -416,7 +423,8 @@ class InstanceWorker:
                 self._epoch = order["epoch"]
                 self._telling(lambda: self._register(order["epoch"]))
             elif order["action"] == "join":
-                self._telling(lambda: self._join(order["epoch"], self._tell))
+                epoch = order["epoch"]
+                self._telling(lambda: self._join(epoch, lambda error: self._tell(error, epoch)))
             elif order["action"] in ("connected", "prepare"):
                 self._finish_join()
             elif order["action"] != "run":
@@ -473,15 +481,17 @@ class InstanceWorker:
             return Change(str(error), None)
         return changed_placement(layout.placement, self._sink.placement())
 
-    def _tell(self, error: BaseException) -> None:
+    def _tell(self, error: BaseException, epoch: int | None = None) -> None:
+        """Tells the gateway what failed in `epoch`, the present one unless given."""
         where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
         log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
         if isinstance(error, DisplacedError):
             self._displaced = error
             return  # what becomes of the instance is for the process that has taken the place
-        if self._client.lost:
+        if self._quiet or self._client.lost:
             return
+        epoch = self._epoch if epoch is None else epoch
         try:
-            self._client.fail(self._pair, self._instance, self._epoch, "instance", self._rank, error)
+            self._client.fail(self._pair, self._instance, epoch, "instance", self._rank, error, uid=self._uid)
         except WeightcastError as second:
             log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)

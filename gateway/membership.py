@@ -14,7 +14,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.hosts import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError, WeightcastError
+from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
 from weightcast.transfer.handles import Share
@@ -171,7 +171,7 @@ def join(
         member.neighbours = find_neighbours(group, part, layout, share, deadline)
         member.executor = Executor(part, layout, group, member.neighbours)
         client.joined(*where)
-    except WeightcastError:
+    except BaseException:
         member.close()
         raise
     return member
@@ -201,6 +201,7 @@ class Joining:
         except BaseException as error:
             with self._lock:
                 abandoned, self._error = self._abandoned, self._error or error
+            self._over.set()  # whatever comes of telling it
             if not abandoned:
                 self._failed(error)
         else:
@@ -208,7 +209,7 @@ class Joining:
                 self._member = member
                 if self._abandoned:
                     member.close()
-        self._over.set()
+            self._over.set()
 
     def abandon(self) -> None:
         """Waits no longer, from any thread: joining fails, and what is joined after this is left at once."""

@@ -119,7 +119,7 @@ class Gateway:
         """Connects the pair's instances in the background; once for each start of the trainer."""
         pair = self.pair(name)
         if not self._is_connecting(name) or self._connecting[name][0] != pair.generation:
-            task = self._spawn(coordinator.connect(pair, self.host, self.port))
+            task = self._spawn(coordinator.connect(pair, pair.generation, self.host, self.port))
             self._connecting[name] = (pair.generation, task)
 
     async def offer(self, name: str, rank: int, version: int) -> None:

@@ -376,7 +376,8 @@ class _Update:
             if one.failure is not None:
                 raise one.failure
         records = [advance(one.record, Event.COMMIT, version=self._version) for one in committing]
-        await self._pair.store.save(*(one.saved(record) for one, record in zip(committing, records, strict=True)))
+        if records:  # of all for the first, and of none for the others
+            await self._pair.store.save(*(one.saved(record) for one, record in zip(committing, records, strict=True)))
         for one, record in zip(committing, records, strict=True):
             one.adopt(record, Event.COMMIT)
             if one.suspect:  # a rank started anew in this very moment, with other memory
@@ -387,6 +388,9 @@ class _Update:
     async def _resume(self) -> str:
         """Lets the engine go on with the committed version; what kept it from that, in one line, or nothing."""
         instance = self._instance
+        if instance.record.fenced:
+            reason = instance.failure or instance.record.reason
+            return f"the version is committed, but the instance was fenced meanwhile: {reason}"
         seconds = max(instance.left(instance.settings.engine), instance.settings.clean_up)
         try:
             async with asyncio.timeout(seconds):

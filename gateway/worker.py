@@ -108,6 +108,9 @@ class TrainerWorker:
         the setting `outage`.
         """
         self._begin()
+        for member in self._members.values():
+            member.close()  # every instance is joined anew, and one that is not has no part of this layout
+        self._members.clear()
         self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._connects += 1

@@ -285,7 +285,7 @@ class Play:
     async def connect(self) -> None:
         for trainer in self.trainers:
             await trainer.register()
-        await self._both(coordinator.connect(self.pair, "127.0.0.1", 1), "connected", "failed")
+        await self._both(coordinator.connect(self.pair, self.pair.generation, "127.0.0.1", 1), "connected", "failed")
 
     async def update(self, version: int) -> UpdateRecord:
         """The record of the first instance; the calls that led to it are `engine.calls`."""

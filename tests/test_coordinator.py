@@ -10,12 +10,15 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from engine_support import STEPS, TOP, A, B, Play, connected
+from engine_support import ALL, STEPS, TOP, A, B, Play, connected, reports_of
 
 from weightcast.gateway import coordinator, transaction
+from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.instance import Instance
 from weightcast.gateway.pairs import Phase
-from weightcast.gateway.records import Order
+from weightcast.gateway.pool import Gateway
+from weightcast.gateway.records import Order, PairSpec
+from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import CoverageError, EngineError
 
 
@@ -385,9 +388,31 @@ def test_ranks_that_do_not_register_are_named() -> None:
     async def run() -> None:
         play = Play(register=0.3)
         await play.trainers[0].register()
-        await coordinator.connect(play.pair, "127.0.0.1", 1)
+        await coordinator.connect(play.pair, play.pair.generation, "127.0.0.1", 1)
         last = play.pair.instances[A].orders.since(0)[-1]
         assert last.reason == "pair main: trainer ranks 1 did not register within 0.3 s"
         assert play.engine.calls == []
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_starts_twice_before_its_turn_is_connected_once() -> None:
+    """An update that is being called off holds the pair meanwhile."""
+
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1)
+        settings = Settings(register=0.3, join=0.3)
+        pair = await gateway.create(PairSpec("main", 1, {A: EngineSpec("worker", 1)}, settings))
+        report = reports_of([[ALL]])[0]
+        await pair.busy.acquire()
+        for start in ("x.1", "x.2"):
+            await pair.register_trainer(0, report, start)
+            gateway.start_connect("main")
+        pair.busy.release()
+        await pair.poll(lambda: any(order.action == "failed" for _, order in pair.orders.since(0)), 20.0)
+        await asyncio.gather(*gateway._tasks)
+        registers = [order.trainer for _, order in pair.orders.since(0) if order.action == "register"]
+        assert registers == [pair.generation]
+        await gateway.close()
 
     asyncio.run(run())

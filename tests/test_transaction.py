@@ -17,6 +17,7 @@ from engine_support import STEPS, A, B, Engine, connected
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.records import CommitPolicy
+from weightcast.gateway.store import SavedInstance
 from weightcast.gateway.verify import NonFinite
 from weightcast.transfer.errors import (
     ControlError,
@@ -427,5 +428,46 @@ def test_a_trainer_that_starts_anew_ends_what_is_under_way() -> None:
             trainer.silent = False
         await play.connect()
         assert (await play.update(3)).committed
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_was_fenced_while_it_committed_is_not_resumed() -> None:
+    """A rank starts anew, with other memory, while the commit is being written."""
+
+    async def run() -> None:
+        play = await connected()
+        instance, save = play.pair.instances[A], play.pair.store.save
+
+        async def late(*saved: SavedInstance) -> None:
+            await save(*saved)
+            if any(one.version == 2 for one in saved):
+                await instance.restarted(0, "another~1~x")
+
+        play.pair.store.save = late  # type: ignore[method-assign]
+        record = await play.update(2)
+        assert (record.committed, record.fenced) == (True, True)
+        assert "the instance was fenced meanwhile: " in record.reason
+        assert play.engine.calls == STEPS[:-1]
+        assert instance.paused
+
+    asyncio.run(run())
+
+
+def test_those_that_commit_together_are_written_once() -> None:
+    """Nothing is left to write for the others, so nothing of theirs can fail once all are committed."""
+
+    async def run() -> None:
+        play = await connected(A, B, commit="all")
+        save = play.pair.store.save
+
+        async def full(*saved: SavedInstance) -> None:
+            if not saved:
+                raise ControlError("disk full")
+            await save(*saved)
+
+        play.pair.store.save = full  # type: ignore[method-assign]
+        await play.update(2)
+        assert [record.committed for record in play.pair.results[2].values()] == [True, True]
 
     asyncio.run(run())
