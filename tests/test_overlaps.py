@@ -10,12 +10,11 @@ import torch
 from gateway_support import running_gateway
 from life_support import ENGINE, SIZE, Engine, create, soon
 from plain_support import Piece, PlainSink
-from spawn_support import free_port
 
 from weightcast.adapters.plain import PlainSource
 from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.instance_worker import InstanceWorker, Memory
-from weightcast.gateway.membership import Joining, Member, report_of
+from weightcast.gateway.instance_worker import InstanceWorker
+from weightcast.gateway.membership import Joining, Member
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import ControlError, PairStateError, TransferError, UpdateError, WeightcastError
 from weightcast.transfer.layout import RankLayout
@@ -66,52 +65,34 @@ def test_an_instance_that_is_down_holds_nobody_up_after_the_layout_changed() -> 
             soon(lambda version=version: up.state == (version, False))  # type: ignore[misc]
 
 
-def test_a_worker_that_was_given_up_fails_no_pair_that_was_made_anew() -> None:
-    """The same process, rank and epoch: but what stopped the worker before is of the pair before."""
-    memory, weights, port = Memory(), torch.zeros(SIZE), free_port()
-
-    def worker(url: str, token: str) -> InstanceWorker:
-        piece = Piece("t", (SIZE,), (0,), weights)
-        return InstanceWorker(url, "main", ENGINE, PlainSink([piece]), rank=0, world_size=1, token=token, memory=memory)
-
-    def call(step: object, outcomes: list[BaseException | None]) -> None:
-        try:
-            step()  # type: ignore[operator]
-            outcomes.append(None)
-        except BaseException as error:
-            outcomes.append(error)
-
-    source = PlainSource({"t": torch.ones(SIZE)})
-    of_first: list[BaseException | None] = []
-    of_second: list[BaseException | None] = []
-    of_trainer: list[BaseException | None] = []
-    with running_gateway(port=port) as (url, token):
-        create(url, token, register=20.0, join=90.0, outage=60.0)
-        with GatewayClient(url, token) as silent:  # a trainer that registers and never joins
-            silent.register_trainer("main", report_of(source.describe(), 0, 1))
-            silent.start_connect("main")
-            first = worker(url, token)
-            joining = threading.Thread(target=call, args=(lambda: first.connect(1), of_first))
-            joining.start()
-            soon(lambda: first._joining is not None)
+def test_a_failure_of_the_pair_before_is_none_of_the_pair_that_was_made_anew() -> None:
+    """Both begin with epoch 1, and the rank that tells it may be the same process."""
     with ExitStack() as undo:
-        url, token = undo.enter_context(running_gateway(port=port, token=token))
-        create(url, token, register=30.0, join=60.0)
-        training = TrainerWorker(url, "main", source, rank=0, world_size=1, token=token)
-        undo.callback(training.close)
-        connecting = threading.Thread(target=call, args=(training.connect, of_trainer))
-        connecting.start()
-        with GatewayClient(url, token) as client:
-            soon(lambda: client.pair_status("main")["trainer"]["registered"] == [0])
-        first.give_up()
-        joining.join(60.0)
-        second = worker(url, token)
-        undo.callback(second.close)
-        call(lambda: second.connect(1), of_second)
-        connecting.join(90.0)
-        assert isinstance(of_first[0], WeightcastError)
-        assert (of_second, of_trainer) == ([None], [None])
-        first.close()
+        url, token = undo.enter_context(running_gateway())
+        create(url, token)
+        client = undo.enter_context(GatewayClient(url, token, identity="h~1~x"))
+        uid = client.pair_status("main")["uid"]
+        client.delete_pair("main")
+        create(url, token)
+        with pytest.raises(PairStateError, match="the pair was created again since"):
+            client.fail("main", ENGINE, 1, "instance", 0, TransferError("given up"), uid=uid)
+        client.fail("main", ENGINE, 1, "instance", 0, TransferError("x"), uid=client.pair_status("main")["uid"])
+
+
+def test_a_worker_whose_place_was_taken_tells_nobody() -> None:
+    """It fails, and says so in its log alone: another worker speaks for the rank by now."""
+    with ExitStack() as undo:
+        url, token = undo.enter_context(running_gateway())
+        create(url, token)
+        worker = InstanceWorker(url, "main", ENGINE, sink("t"), rank=0, world_size=1, token=token)
+        undo.callback(worker.close)
+        told: list[object] = []
+        worker._client.fail = lambda *arguments, **_: told.append(arguments)  # type: ignore[method-assign]
+        worker.failed(TransferError("before"))
+        worker.give_up(quietly=True)
+        with pytest.raises(PairStateError, match="another connect has taken the place of this one"):
+            worker.connect(1)
+        assert len(told) == 1
 
 
 def test_a_join_ends_whatever_comes_of_telling_its_failure() -> None:
