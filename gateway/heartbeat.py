@@ -22,6 +22,7 @@ class Heartbeat:
     A thread, because a rank computes for minutes between two calls of ours. A beat that does not arrive is not
     repeated: the next one says the same. `told` is called with the `time.monotonic()` at which a beat was sent, and
     with what the gateway answered; `failed` with the seconds since the gateway answered last, and with the error.
+    `incarnation` is that of the trainer rank that beats.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Heartbeat:
         seconds: float,
         told: Callable[[float, int | None], None] = lambda sent, running: None,
         failed: Callable[[float, WeightcastError], None] = lambda seconds, error: None,
+        incarnation: Incarnation | None = None,
     ) -> None:
         self._client = GatewayClient(url, token, timeout=max(seconds, 1.0))
+        self._client.incarnation = incarnation  # before the first beat: a rank that dies before the second is missed
         self._path, self._identity, self._seconds = path, identity, seconds
         self._told, self._failed = told, failed
         self._end = threading.Event()

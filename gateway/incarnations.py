@@ -118,6 +118,10 @@ class Incarnations:
         self._resumed = self.generation
         self._followed = 0
 
+    def standings(self) -> list[Standing]:
+        """All processes that are known by name."""
+        return [*map(Standing, self._believed.values()), *self._displaced.values()]
+
     def believed(self, rank: int) -> TrainerProcess | None:
         """The process of a rank, None before one has registered."""
         return self._believed.get(rank)

@@ -11,6 +11,7 @@ from typing import Any
 from weightcast.gateway import coordinator, transaction
 from weightcast.gateway.changes import Side
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.incarnations import Standing
 from weightcast.gateway.instance import Instance
 from weightcast.gateway.metrics import Metrics
 from weightcast.gateway.records import PairSpec
@@ -42,6 +43,8 @@ class Gateway:
         self.metrics = Metrics(self.pairs)
         self._tasks: set[asyncio.Task[object]] = set()
         self._connecting: dict[str, tuple[int, asyncio.Task[object]]] = {}
+        # Of pairs that were deleted: who was replaced is not believed again when a pair of that name is created.
+        self._processes: dict[str, list[Standing]] = {}
         for spec, instances in self.store.load():
             try:
                 self.pairs[spec.name] = Pair.restored(spec, instances, self.store, self.metrics.updated)
@@ -82,8 +85,10 @@ class Gateway:
             raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
         for name, engine in spec.instances.items():
             self._check_free(name, engine)
-        pair = Pair(spec, self.store, self.metrics.updated)
+        processes = [one for one in self._processes.get(spec.name, ()) if one.process.rank < spec.trainer_world]
+        pair = Pair(spec, self.store, self.metrics.updated, processes)
         await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
+        await self.store.save_processes(spec.name, processes)
         return self.pairs.setdefault(spec.name, pair)
 
     async def delete(self, name: str) -> None:
@@ -95,6 +100,9 @@ class Gateway:
             )
         await self.store.forget(name)
         del self.pairs[name]
+        self._processes[name] = pair.incarnations.standings()
+        for old in tuple(self._processes)[:-MAX_PAIRS]:
+            del self._processes[old]
         self._connecting.pop(name, None)
         for state in (pair, *pair.instances.values()):
             state.end()

@@ -135,10 +135,11 @@ class TrainerWorker:
         report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
         registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
         self._generation = registered.generation
+        incarnation = self._client.incarnation
         if self._heartbeat is None:
-            path = f"{self._pair}/trainer/{self._rank}"
-            self._heartbeat = Heartbeat(self._url, self._token, path, "", self._waits.heartbeat)
-        self._heartbeat.speak_as(self._client.incarnation)
+            path, seconds = f"{self._pair}/trainer/{self._rank}", self._waits.heartbeat
+            self._heartbeat = Heartbeat(self._url, self._token, path, "", seconds, incarnation=incarnation)
+        self._heartbeat.speak_as(incarnation)
         return registered
 
     def _feed(self, first_order: int, boot: str) -> OrderFeed:

@@ -100,6 +100,26 @@ def test_a_trainer_goes_on_with_a_pair_that_was_created_again(undo: ExitStack) -
     soon(lambda: engine.state == (2, False))
 
 
+def test_a_trainer_that_was_replaced_is_not_believed_by_a_pair_that_was_created_again(undo: ExitStack) -> None:
+    """And a survivor is: a single rank may be replaced later, as if the pair had been there all the time."""
+    url, token = undo.enter_context(running_gateway())
+    create(url, token)
+    engine = engine_on(undo, url, token)
+    replaced = training_on(undo, url, token)
+    replaced.update(1)
+    training = training_on(undo, url, token, value=2.0)
+    training.update(2)
+    with GatewayClient(url, token) as client:
+        client.delete_pair("main")
+    create(url, token)
+    for ask in (lambda: replaced.update(3), replaced.connect):
+        with pytest.raises(DisplacedError, match="was replaced by trainer rank 0"):
+            ask()
+    training.update(3)
+    soon(lambda: engine.state == (3, False))
+    assert engine.weights.tolist() == [2.0] * 8
+
+
 def test_an_instance_that_leaves_and_joins_again_is_heard(undo: ExitStack) -> None:
     url, token = undo.enter_context(running_gateway())
     create(url, token)
