@@ -36,7 +36,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refresh:
-    """What has to be done at the end of an update session, after the engine has done its part.
+    """The work that is left at the end of an update session, after the engine has done its part.
 
     `rewritten` names what the engine computes anew itself, `recomputed` what `run` does. `missing` are attributes that
     were not there when the rank was described; they are bound to the results of the recipe, in this order.
@@ -98,8 +98,8 @@ class _Search:
         self._at_end = self._tape.steps[self._tape.loaded :]
         self._load_writes = _by_storage(self._tape.steps[: self._tape.loaded])
         self._end_writes = _by_storage(self._at_end)
-        made = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
-        self._made: Mapping[int, Operand] = made
+        results = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
+        self._results: Mapping[int, Operand] = results
         self._last_write = {storage_id(t): 0 for t in parameters.values()}
         orders = [(r.parameter, r.order) for r in trace.regions] + [(f.parameter, f.order) for f in trace.fills]
         for name, order in orders:
@@ -111,7 +111,7 @@ class _Search:
             for storage, operands in (self._end_writes | self._load_writes).items()
             if operands[0].live is not None and storage not in self._last_write
         }
-        anew = {storage_id(b.after) for b in loaded}.intersection(made)
+        anew = {storage_id(b.after) for b in loaded}.intersection(results)
         replaced = {storage_id(b.before) for b in (*loaded, *ended) if b.before is not None}
         self._changed = frozenset(anew | replaced | self._written.keys()) - self._last_write.keys()
         self._holders: dict[int, list[_Place]] = {}
@@ -152,7 +152,7 @@ class _Search:
                 self._want(b, name)
 
     def _want(self, b: Bound, name: str) -> None:
-        is_made = storage_id(b.after) in self._made or storage_id(b.after) in self._tape.logical
+        is_made = storage_id(b.after) in self._results or storage_id(b.after) in self._tape.logical
         if b.before is not None:
             if not is_made:
                 raise DescribeError(f"tensor {name!r}: the loader binds it to other memory than it has")
@@ -167,7 +167,7 @@ class _Search:
         self._bound.append(b)
 
     def _ends(self, storage: int, at_load: Sequence[Operand], name: str) -> bool:
-        """Whether the end of a session writes a storage at all. Raises DescribeError where it leaves a part of it."""
+        """Returns whether the end of a session writes a storage. Raises DescribeError where it leaves a part of it."""
         if storage not in self._end_writes:
             return False
         steps = self._check_end(storage, name)
@@ -193,7 +193,7 @@ class _Search:
             if not read & (self._last_write.keys() | self._tape.logical.keys()):
                 continue
             names = sorted(self._tape.logical[s] for s in read & self._tape.logical.keys())
-            shape = f" of shape {list(self._made[storage].size)}" if storage in self._made else ""
+            shape = f" of shape {list(self._results[storage].size)}" if storage in self._results else ""
             raise DescribeError(
                 f"the loader keeps a tensor{shape}, which is or was computed from {names[:4] or 'parameters'}, where "
                 "no attribute of a module shows it; it would be left at its old version"
@@ -208,7 +208,7 @@ class _Search:
             raise
         steps += [copy_step(operand_of(b.after), b.before) for b in self._bound if b.before is not None]
         missing = tuple(b for b in self._bound if b.before is None)
-        results = [operand_of(b.after, live=storage_id(b.after) not in self._made) for b in missing]
+        results = [operand_of(b.after, live=storage_id(b.after) not in self._results) for b in missing]
         recipe = Recipe(steps, results)
         recomputed = set(self._wanted.values()) - self._rewritten
         return Refresh(tuple(sorted(self._rewritten)), tuple(sorted(recomputed)), recipe, tuple(self._places), missing)
@@ -227,7 +227,7 @@ def _is_unmoved(b: Bound) -> bool:
 
 
 def _by_storage(steps: Sequence[Step]) -> dict[int, list[Operand]]:
-    """What steps write in place, storage by storage."""
+    """The operands that steps write in place, by storage."""
     writes: dict[int, list[Operand]] = {}
     for step in steps:
         for operand in step.written:

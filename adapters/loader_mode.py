@@ -91,12 +91,12 @@ class LoaderMode(TorchDispatchMode):
     def alive(self) -> frozenset[int]:
         """The storages made under the trace that are still held by somebody."""
         for _ in range(2):
-            kept = {k for k, record in self._records.items() if not record.alive.expired()}
-            kept |= {k for k, temporary in self._temporaries.items() if not temporary.alive.expired()}
-            if not kept:
+            storages = {k for k, record in self._records.items() if not record.alive.expired()}
+            storages |= {k for k, temporary in self._temporaries.items() if not temporary.alive.expired()}
+            if not storages:
                 break
             gc.collect()
-        return frozenset(kept)
+        return frozenset(storages)
 
     def _record(
         self,
@@ -128,17 +128,17 @@ class LoaderMode(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        given = list(tensors_in([*args, *kwargs.values()]))
+        arguments = list(tensors_in([*args, *kwargs.values()]))
         written = self._mutated(func, args, kwargs)
         if written:
-            return self._mutate(func, args, kwargs, given, written)
-        known = [t for t in given if self._is_known(t)]
+            return self._mutate(func, args, kwargs, arguments, written)
+        known = [t for t in arguments if self._is_known(t)]
         if known:
-            return self._derive(func, args, kwargs, given, known)
-        return self._compute(func, args, kwargs, given)
+            return self._derive(func, args, kwargs, arguments, known)
+        return self._compute(func, args, kwargs, arguments)
 
     def _is_known(self, t: torch.Tensor) -> bool:
-        """Whether the tensor has no values to compute with: on the meta device, or written only in pretence."""
+        """Returns whether the tensor has no values to compute with: on the meta device, or written only in pretence."""
         return t.is_meta or storage_id(t) in self._records
 
     # Operators that write
@@ -156,14 +156,16 @@ class LoaderMode(TorchDispatchMode):
         values = [args[i] for i in places[0] if i < len(args)] + [kwargs[n] for n in places[1] if n in kwargs]
         return list(tensors_in(values))
 
-    def _mutate(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
-        inputs_known = any(self._is_known(t) for t in given)
+    def _mutate(
+        self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> Any:
+        inputs_known = any(self._is_known(t) for t in arguments)
         if not inputs_known and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
                 temporary = self._temporaries[storage_id(t)]
                 covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
                 temporary.constant = func in _FILLS and covers
-                temporary.parameter = temporary.parameter or self._parameter_behind(given)
+                temporary.parameter = temporary.parameter or self._parameter_behind(arguments)
             self._record(func, args, kwargs, written=written)
             return func(*args, **kwargs)
         refused = len(self._recorder.opaque)
@@ -175,7 +177,7 @@ class LoaderMode(TorchDispatchMode):
         elif func in _FILLS:
             self._write(args[0], None, str(func))
         else:
-            names = frozenset().union(*(self._names(t) for t in given))
+            names = frozenset().union(*(self._names(t) for t in arguments))
             for t in written:
                 self._spoil(t, str(func), names, "is no copy")
         elsewhere = [storage_id(t) for t in written if self._parameter_of(t) is None]
@@ -185,13 +187,13 @@ class LoaderMode(TorchDispatchMode):
         return self._returned(func, args, kwargs)
 
     def _returned(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a swallowed operator returns: the arguments that its schema says it returns."""
+        """The results of a swallowed operator: the arguments that its schema says it returns."""
         by_alias = {}
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = kwargs.get(argument.name, args[i] if i < len(args) else None)
                 by_alias[frozenset(argument.alias_info.before_set)] = value
-        found = []
+        results = []
         for returned in func._schema.returns:
             key = frozenset(returned.alias_info.before_set) if returned.alias_info is not None else None
             if key not in by_alias:
@@ -200,8 +202,8 @@ class LoaderMode(TorchDispatchMode):
                     "computes "
                     "at once; it cannot be traced"
                 )
-            found.append(by_alias[key])
-        return None if not found else found[0] if len(found) == 1 else tuple(found)
+            results.append(by_alias[key])
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
 
     def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
         """Records a copy, or a fill where `src` is None."""
@@ -281,7 +283,9 @@ class LoaderMode(TorchDispatchMode):
 
     # Operators that make tensors
 
-    def _derive(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], known: list[torch.Tensor]) -> Any:
+    def _derive(
+        self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], known: list[torch.Tensor]
+    ) -> Any:
         """An operator on tensors without values: views pass, copies are remembered, everything else is computed."""
         if any(r.alias_info is not None for r in func._schema.returns):
             return func(*args, **kwargs)
@@ -298,15 +302,15 @@ class LoaderMode(TorchDispatchMode):
             out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
         except NotImplementedError as error:
             raise self._reads(func, known) from error  # Its result has a shape that depends on values.
-        made = list(tensors_in([out]))
-        inputs = {storage_id(t) for t in given}
-        fresh = [t for t in made if storage_id(t) not in inputs]
+        results = list(tensors_in([out]))
+        inputs = {storage_id(t) for t in arguments}
+        fresh = [t for t in results if storage_id(t) not in inputs]
         for t in fresh:
             self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=_weakly(t))
-        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in made])
+        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in results])
         if len(fresh) == 1 and self._is_copy(func, args, fresh[0]):
             return out
-        names = frozenset().union(*(self._names(t) for t in given))
+        names = frozenset().union(*(self._names(t) for t in arguments))
         for t in fresh:
             self._records[storage_id(t)].computed = names
         return out
@@ -352,27 +356,27 @@ class LoaderMode(TorchDispatchMode):
             self._remember(out, constant, None)
         return out
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor]) -> Any:
         """An operator on real tensors alone; what it makes may be written later."""
-        behind = self._parameter_behind(given)
+        behind = self._parameter_behind(arguments)
         name = func._schema.name.removeprefix("aten::")
         out = func(*args, **kwargs)
-        made = list(tensors_in([out]))
-        if not made and behind is not None and func not in _ASKS_NO_VALUE:
+        results = list(tensors_in([out]))
+        if not results and behind is not None and func not in _ASKS_NO_VALUE:
             raise DescribeError(
                 f"the engine's loader reads values of parameter {behind} ({func}) at checkpoint tensor "
                 f"{self.current!r}; what it does with them cannot be traced"
             )
-        inputs = {storage_id(t) for t in given}
+        inputs = {storage_id(t) for t in arguments}
         constant = name in _CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
-        for t in made:
+        for t in results:
             if storage_id(t) in inputs:
                 continue
             if t.is_meta:
                 self._made(t, constant)
             else:
                 self._remember(t, constant, None if name in _NO_DATA else behind)
-        fresh = [t if storage_id(t) not in inputs else None for t in made]
+        fresh = [t if storage_id(t) not in inputs else None for t in results]
         if any(t is not None for t in fresh):
             self._record(func, args, kwargs, results=fresh)
         return out
@@ -396,9 +400,9 @@ class LoaderMode(TorchDispatchMode):
                 return name
         return None
 
-    def _parameter_behind(self, given: list[torch.Tensor]) -> str | None:
+    def _parameter_behind(self, tensors: list[torch.Tensor]) -> str | None:
         """A parameter whose values some of the tensors hold or were computed from."""
-        for t in given:
+        for t in tensors:
             key = storage_id(t)
             if key in self._parameters:
                 return repr(self._parameters[key][0])

@@ -54,12 +54,12 @@ class Operand:
     offset: int
     dtype: torch.dtype
     whole: bool
-    """Whether it has every byte of its storage."""
+    """It has every byte of its storage."""
     meta: bool
     live: torch.Tensor | None = None
 
     def covers(self, other: Operand) -> bool:
-        """Whether every element of `other` is one of this view; False where that takes more than a look."""
+        """Returns whether every element of `other` is one of this view; False where that takes more than a look."""
         if self.storage != other.storage:
             return False
         mine = (self.size, self.stride, self.offset, self.dtype)
@@ -140,16 +140,16 @@ class Tape:
 
     def behind(self, storages: Iterable[int], steps: Sequence[Step]) -> list[Step]:
         """Those of `steps` that what is in some storages afterwards depends on."""
-        needed, kept = set(storages), []
+        needed, dependencies = set(storages), []
         for step in reversed(steps):
             makes = {r.storage for r in step.results if r is not None}
             if not needed & (makes | {w.storage for w in step.written}):
                 continue
-            kept.append(step)
+            dependencies.append(step)
             needed -= makes
             needed -= {w.storage for w in step.overwritten() if w.whole}
             needed |= {r.storage for r in step.reads()}
-        return kept[::-1]
+        return dependencies[::-1]
 
     def recipe(self, storages: frozenset[int], last_write: Mapping[int, int], changed: frozenset[int]) -> list[Step]:
         """The loader's steps behind some storages. Raises NotReplayableError where they cannot be run again.
@@ -160,11 +160,11 @@ class Tape:
         steps = self.behind(storages, self.steps[: self.loaded])
         check_order(steps, last_write, changed)
         read = {o.storage for step in steps for o in step.reads()}.union(storages)
-        given = sorted(self.logical[storage] for storage in read & self.logical.keys())
-        if given or any(r is not None and r.meta for step in steps for r in step.results):
+        names = sorted(self.logical[storage] for storage in read & self.logical.keys())
+        if names or any(r is not None and r.meta for step in steps for r in step.results):
             how = f" ({steps[-1].operator})" if steps else ""
             raise NotReplayableError(
-                f"is loaded or computed from checkpoint tensor {', '.join(map(repr, given[:4])) or 'unknown'}{how}, "
+                f"is loaded or computed from checkpoint tensor {', '.join(map(repr, names[:4])) or 'unknown'}{how}, "
                 "and is no copy of it in a parameter or persistent buffer"
             )
         for step in steps:
@@ -194,24 +194,24 @@ class Recipe:
 
     def __init__(self, steps: Sequence[Step], results: Sequence[Operand] = ()) -> None:
         self._steps, self._results = tuple(steps), tuple(results)
-        kept = {r.storage for r in results}
+        needed = {r.storage for r in results}
         self._done: list[set[int]] = [set() for _ in self._steps]
         for step, done in zip(reversed(self._steps), reversed(self._done), strict=True):
             used = {o.storage for o in _operands([*step.args, *step.kwargs.values(), step.results]) if o.live is None}
-            done |= used - kept
-            kept |= used
+            done |= used - needed
+            needed |= used
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def run(self) -> list[torch.Tensor]:
         """Runs the steps; the tensors of `results`. What a step makes is freed after its last use."""
-        made: dict[int, torch.Tensor] = {}
+        tensors: dict[int, torch.Tensor] = {}
 
         def tensor(operand: Operand) -> torch.Tensor:
             if operand.live is not None:
                 return operand.live
-            whole = made[operand.storage]
+            whole = tensors[operand.storage]
             view = torch.empty(0, dtype=operand.dtype, device=whole.device)
             return view.set_(whole.untyped_storage(), operand.offset, operand.size, operand.stride)
 
@@ -229,9 +229,9 @@ class Recipe:
                             f"{step.operator} made {t.dtype} {tuple(t.shape)} of strides {tuple(t.stride())}, "
                             f"{result.dtype} {result.size} of strides {result.stride} when it was recorded"
                         )
-                    made[result.storage] = t
+                    tensors[result.storage] = t
                 for storage in done:
-                    made.pop(storage, None)
+                    tensors.pop(storage, None)
             return [tensor(operand) for operand in self._results]
 
 

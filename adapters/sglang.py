@@ -49,7 +49,7 @@ it is, but for what `_rearranged` names; so an update session in which nothing i
 
 
 class _Writes(NamedTuple):
-    """What the trace says about one parameter."""
+    """The regions and fills of one parameter in a trace."""
 
     regions: list[TracedRegion]
     fills: list[Fill]
@@ -121,15 +121,16 @@ class SglangSink:
         trace, refresh = self._trace(tensors, required)
         builder, padding = LayoutBuilder(), 0
         writes = _by_parameter(trace)
-        kept = [name for name in tensors if name in required or name in writes]
+        names = [name for name in tensors if name in required or name in writes]
         experts = {f"{m.name}.": m for m in layers}
-        for name in kept:
-            held, fills = self._held(name, tensors[name], writes.get(name, _Writes([], [])), experts, placement)
-            padding += check_coverage(name, tensors[name].shape, [h.box for h in held], fills) * tensors[name].itemsize
-            self._add(builder, held)
+        for name in names:
+            regions, fills = self._held(name, tensors[name], writes.get(name, _Writes([], [])), experts, placement)
+            boxes = [r.box for r in regions]
+            padding += check_coverage(name, tensors[name].shape, boxes, fills) * tensors[name].itemsize
+            self._add(builder, regions)
         dispatch, shared = dispatch_table(layers)
         notes = LayoutNotes(
-            parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in kept),
+            parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in names),
             padding_bytes=padding,
             derived=tuple(sorted({*refresh.rewritten, *refresh.recomputed})),
             left_out=tuple(self._left_out(trace.used)),
@@ -162,8 +163,8 @@ class SglangSink:
             parameters = {name: t for name, t in tensors.items() if name not in computed}
             return trace, find_derived(trace, parameters, loaded, snapshot.rebound(), snapshot)
 
-    def _add(self, builder: LayoutBuilder, held: list[Held]) -> None:
-        for region in held:
+    def _add(self, builder: LayoutBuilder, regions: list[Held]) -> None:
+        for region in regions:
             builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
 
     def _held(
@@ -186,8 +187,8 @@ class SglangSink:
             return describe_global(name, t, layer, placement, regions, self._catalog), fills
         if t.shape[0] != layer.num_slots:
             return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
-        held = describe_slots(name, t, layer, placement, regions, self._catalog)
-        return held, _fills_of_all_slots(fills, layer.num_slots)
+        slot_regions = describe_slots(name, t, layer, placement, regions, self._catalog)
+        return slot_regions, _fills_of_all_slots(fills, layer.num_slots)
 
     def _check_methods(self) -> None:
         """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
@@ -253,7 +254,7 @@ def refuse_guarded(model: torch.nn.Module) -> None:
 
 
 def _rearranged(method: Any, module: torch.nn.Module) -> str:
-    """What SGLang does to unquantised experts after loading, and what to do about it; empty where it does nothing.
+    """Says what SGLang does to unquantised experts after loading, and what to do about it; empty where it does nothing.
 
     After `UnquantizedFusedMoEMethod.process_weights_after_loading` (0.5.23, `layers/quantization/unquant.py`).
     """
@@ -277,7 +278,7 @@ def _rearranged(method: Any, module: torch.nn.Module) -> str:
 
 
 def _end_session(model: torch.nn.Module) -> None:
-    """What `end_weight_update` of SGLang 0.5.23 does to a model in whose session no load call ran.
+    """Does what `end_weight_update` of SGLang 0.5.23 does to a model in whose session no load call ran.
 
     Source: `model_executor/model_runner_components/weight_updater.py`, with `run_post_load`.
     """
@@ -338,26 +339,26 @@ def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:
 
 
 def _by_parameter(trace: Trace) -> dict[str, _Writes]:
-    found: dict[str, _Writes] = {}
+    writes: dict[str, _Writes] = {}
     for region in trace.regions:
-        found.setdefault(region.parameter, _Writes([], [])).regions.append(region)
+        writes.setdefault(region.parameter, _Writes([], [])).regions.append(region)
     for fill in trace.fills:
-        found.setdefault(fill.parameter, _Writes([], [])).fills.append(fill)
-    return found
+        writes.setdefault(fill.parameter, _Writes([], [])).fills.append(fill)
+    return writes
 
 
 def _once(writes: _Writes) -> list[TracedRegion]:
     """Regions without exact repetitions. Raises DescribeError where a fill overwrites an earlier region."""
-    found = {(r.box, r.tensor, r.offset, r.view.shape): r for r in writes.regions}
+    regions = {(r.box, r.tensor, r.offset, r.view.shape): r for r in writes.regions}
     for fill in writes.fills:
-        for r in found.values():
+        for r in regions.values():
             if fill.order > r.order and _overlap(fill, r):
                 raise DescribeError(
                     f"parameter {r.parameter!r}: the loader fills box {list(fill.box.start)} + {list(fill.box.size)} "
                     "after "
                     f"it wrote {r.tensor!r} there"
                 )
-    return list(found.values())
+    return list(regions.values())
 
 
 def _overlap(fill: Fill, region: TracedRegion) -> bool:

@@ -198,7 +198,7 @@ def joined(path: str, key: str) -> str:
 
 
 def _same(live: Any, content: Any) -> bool:
-    """Whether a container holds the very same things, in the same order."""
+    """Returns whether a container holds the very same things, in the same order."""
     if len(live) != len(content):
         return False
     if isinstance(live, set):

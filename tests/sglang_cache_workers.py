@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import sglang_support as support
 import torch
+from model_support import Everything
 
 from weightcast.adapters.sglang_caches import (
     IN_PLACE_SETTINGS,
@@ -24,12 +25,14 @@ Server = dict[str, Any]
 
 
 def refusal(r: support.Rank, model: torch.nn.Module) -> str:
-    """Why `model` is not described; empty when it is."""
+    """Why `model` is not described; empty when it is. It is left as it was in either case."""
+    before, reason = Everything(model), ""
     try:
         support.sink_of(r, model).describe()
     except DescribeError as error:
-        return str(error)
-    return ""
+        reason = str(error)
+    assert before.changes() == []
+    return reason
 
 
 def guards(rank: int, world: int, port: int, path: str, server: Server) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
 import sglang_families as families
 import sglang_support as support
 import torch
-from model_support import Everything, all_tensors, differences
+from model_support import Everything, Tensors, all_tensors, as_bytes, differences
 
 from weightcast.adapters.sglang import SglangSink
 from weightcast.transfer.dtypes import from_torch
@@ -68,13 +68,35 @@ def next_version(t: torch.Tensor) -> torch.Tensor:
 
 def update(on: Loaded, sink: SglangSink, layout: RankLayout, settle: bool = True) -> None:
     """A whole update: SGLang's own session, with the parameters written by weightcast's regions."""
+    session(on, lambda: support.write(layout, on.newer))
+    if settle:
+        sink.settle()
+
+
+def session(on: Loaded, write: Callable[[], object]) -> None:
+    """SGLang's own session around what writes the parameters."""
     updater = support.updater_of(on.rank, on.model)
     with torch.inference_mode():  # As a scheduler does.
         updater.begin_weight_update()
-        support.write(layout, on.newer)
+        write()
         updater.end_weight_update(run_post_load=True)
-    if settle:
-        sink.settle()
+
+
+def empty_session(on: Loaded) -> None:
+    """A session in which nothing is written leaves every tensor with its bytes, at its address."""
+    before = facts(on.model)
+    session(on, lambda: None)
+    after = facts(on.model)
+    assert sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n)) == []
+
+
+def facts(model: torch.nn.Module) -> dict[str, object]:
+    """Address, layout and bytes of every tensor that modules hold."""
+    return {
+        f"{kind} {name}": (t.data_ptr(), tuple(t.shape), t.stride(), t.dtype, as_bytes(t).numpy().tobytes())
+        for kind, tensors in zip(Tensors._fields, all_tensors(model), strict=True)
+        for name, t in tensors.items()
+    }
 
 
 def describe(on: Loaded) -> tuple[SglangSink, RankLayout]:
@@ -95,6 +117,7 @@ def whole_update(rank: int, world: int, port: int, name: str, folder: str) -> No
     sink, layout = describe(on)
     refresh = sink._refresh
     assert refresh is not None
+    empty_session(on)
     assert keys(layout.notes.derived) == on.family.recomputed | on.family.rewritten
     assert (keys(refresh.recomputed), keys(refresh.rewritten)) == (on.family.recomputed, on.family.rewritten)
     update(on, sink, layout, settle=False)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,27 +164,34 @@ def test_a_pair_that_never_was_is_an_error(undo: ExitStack) -> None:
     assert str(engine.said[0]) == "there is no pair 'main'; there are none"
 
 
-def test_a_state_file_that_is_older_than_what_ranks_hold(undo: ExitStack, tmp_path: Path) -> None:
-    state, port = tmp_path / "state", free_port()
+@contextmanager
+def older_state(undo: ExitStack, folder: Path) -> Iterator[tuple[str, str, Engine, TrainerWorker]]:
+    """A gateway on a state file of version 1, with its address and token, whose engine and trainer are at version 3."""
+    state, backup, port = folder / "state", folder / "backup", free_port()
     options = ("--state", str(state))
     with running_gateway(*options, port=port) as (url, token):
         create(url, token)
         engine = engine_on(undo, url, token)
-        first = training_on(undo, url, token)
-        first.update(1)
-    shutil.copy(state, tmp_path / "backup")
+        training = training_on(undo, url, token)
+        training.update(1)
+    shutil.copy(state, backup)
     with running_gateway(*options, port=port, token=token):
-        first.update(3)
+        training.update(3)
         soon(lambda: engine.state == (3, False))
-        first.close()
-    for file in tmp_path.glob("state*"):
+    for file in folder.glob("state*"):
         file.unlink()
-    shutil.copy(tmp_path / "backup", state)
+    shutil.copy(backup, state)
     with running_gateway(*options, port=port, token=token):
+        yield url, token, engine, training
+
+
+def test_a_state_file_that_is_older_than_what_ranks_hold(undo: ExitStack, tmp_path: Path) -> None:
+    with older_state(undo, tmp_path) as (url, token, engine, first):
+        first.close()
         second = training_on(undo, url, token)
-        found = record(url, token)
-        assert (found["version"], found["fenced"], found["serves"]) == (1, True, False)
-        assert found["reason"] == "rank 0 holds version 3, the record says version 1"
+        status = record(url, token)
+        assert (status["version"], status["fenced"], status["serves"]) == (1, True, False)
+        assert status["reason"] == "rank 0 holds version 3, the record says version 1"
         soon(lambda: engine.state == (3, True))
         with pytest.raises(VersionError, match="version 2 is not newer, offer a greater one"):
             second.update(2)
@@ -195,18 +202,7 @@ def test_a_state_file_that_is_older_than_what_ranks_hold(undo: ExitStack, tmp_pa
 
 def test_a_version_below_what_ranks_hold_is_refused_though_they_say_so_late(undo: ExitStack, tmp_path: Path) -> None:
     """The trainer was connected before the gateway was restarted: its offer comes before any rank has registered."""
-    state, port = tmp_path / "state", free_port()
-    options = ("--state", str(state))
-    with running_gateway(*options, port=port) as (url, token):
-        create(url, token)
-        engine = engine_on(undo, url, token)
-        training = training_on(undo, url, token)
-        training.update(1)
-    shutil.copy(state, tmp_path / "backup")
-    with running_gateway(*options, port=port, token=token):
-        training.update(3)
-    shutil.copy(tmp_path / "backup", state)
-    with running_gateway(*options, port=port, token=token):
+    with older_state(undo, tmp_path) as (_, _, engine, training):
         with pytest.raises(Exception, match="hold version 3, the record says 1; version 2 is not newer"):
             training.update(2)
         assert engine.state == (3, True)

@@ -1,6 +1,7 @@
 """Nobody waits for what cannot come: a gateway that is gone or cut off, a rank that died, an update without end.
 
-Bounds are generous; what they are compared with is the minute and more that a fixed time limit used to cost.
+Bounds are generous; what they are compared with is the minute and more that a fixed time limit used to cost. Where one
+is not, the least of several calls is compared with it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def test_serve_on_a_link_that_is_cut(undo: ExitStack) -> None:
     link = undo.enter_context(cut_link(url))
     worker = idle_worker(undo, link.url, token)
     assert worker.serve(wait=0.05) is None
-    assert seconds_of(lambda: worker.serve(wait=0.05)) < 1.05 + SPARE
+    assert min(seconds_of(lambda: worker.serve(wait=0.05)) for _ in range(5)) < 1.05
     link.cut()
     assert OUTAGE - 0.5 < seconds_of(lambda: fails(lambda: worker.serve(wait=0.05))) < OUTAGE + SPARE
     again = [seconds_of(lambda: fails(lambda: worker.serve(wait=0.05))) for _ in range(3)]
@@ -95,7 +96,7 @@ def test_serve_waits_as_long_as_it_is_told(undo: ExitStack) -> None:
     create(url, token, outage=1.0)
     worker = idle_worker(undo, url, token)
     worker.serve()
-    assert 2.4 < seconds_of(lambda: worker.serve(wait=2.5)) < 3.5 + SPARE
+    assert 2.4 < min(seconds_of(lambda: worker.serve(wait=2.5)) for _ in range(3)) < 3.5
 
 
 def test_serve_without_a_gateway(undo: ExitStack) -> None:
