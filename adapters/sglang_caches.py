@@ -201,17 +201,20 @@ class Prefixes:
 
     SGLang finds prefixes by tokens and by `extra_key`, which a client may set. From the first update in place on every
     new request has the version in it, too, and so has one that still waits: it has computed nothing that counts. A
-    running request keeps the key it has, under which no later request looks for anything.
+    running request keeps the key it has, under which no later request looks for anything. A version's number may come
+    again with other weights, as in a pair that is made anew; so the key counts the updates of this process, too.
     """
 
     MARK = "weightcast="
 
     def __init__(self) -> None:
         self.version = ""
+        self._moves = 0
 
     def move_on(self, scheduler: Any, version: str) -> None:
         """From now on `version` is what new requests are computed with."""
-        self.version = version
+        self._moves += 1
+        self.version = f"{version}.{self._moves}"
         for request in [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]:
             if not request.kv.holds_kv:
                 self.apply(request)

@@ -80,11 +80,15 @@ def test_requests_find_prefixes_of_their_version_alone() -> None:
     queues = {"waiting_queue": [waiting, running], "grammar_manager": SimpleNamespace(grammar_queue=[grammar])}
     scheduler = SimpleNamespace(**queues, cur_batch_for_debug=object())
     prefixes.move_on(scheduler, "1")
-    assert [r.extra_key for r in (waiting, running, grammar)] == ["weightcast=1|tenant", "tenant", "weightcast=1|"]
+    assert [r.extra_key for r in (waiting, running, grammar)] == ["weightcast=1.1|tenant", "tenant", "weightcast=1.1|"]
     assert scheduler.cur_batch_for_debug is None
     later = request()
     prefixes.apply(later)
-    assert later.extra_key == "weightcast=1|"
+    assert later.extra_key == "weightcast=1.1|"
     prefixes.move_on(scheduler, "2")
-    assert waiting.extra_key == "weightcast=2|tenant"
-    assert later.extra_key == "weightcast=1|", "it is not in a queue: it runs"
+    assert waiting.extra_key == "weightcast=2.2|tenant"
+    assert later.extra_key == "weightcast=1.1|", "it is not in a queue: it runs"
+    prefixes.move_on(scheduler, "1")
+    again = request()
+    prefixes.apply(again)
+    assert again.extra_key == "weightcast=1.3|", "the number of an earlier version, with other weights"

@@ -131,6 +131,18 @@ def test_answers_are_those_of_the_version_they_are_stamped_with(
         assert right(engine, weights, third, again) == len(again)
 
 
+def test_a_version_number_that_comes_again_is_another_version(
+    gateway: tuple[str, str], engine: Engine, weights: Weights
+) -> None:
+    """A pair that is made anew counts from where it likes, with other weights; in place no cache is flushed."""
+    version = next(VERSIONS)
+    for weight in (version, version + 1):
+        with paired(gateway, engine, weights, "in_place") as trainer:
+            weights.become(weight)
+            trainer.update(version)
+            assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
+
+
 def check_spans(answer: Answer, first: int, second: int) -> None:
     """An answer that spans versions is stamped with its last, and says which version sampled which tokens."""
     assert answer.version == str(second)
