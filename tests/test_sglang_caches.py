@@ -13,7 +13,8 @@ import sglang_cache_workers as workers
 from sglang_models import write_checkpoint
 from sglang_nest import Nest
 
-from weightcast.adapters.sglang_caches import INVENTORY, Prefixes
+from weightcast.adapters import sglang_plugin
+from weightcast.adapters.sglang_caches import INVENTORY, Prefixes, drop_caches
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -92,3 +93,24 @@ def test_requests_find_prefixes_of_their_version_alone() -> None:
     again = request()
     prefixes.apply(again)
     assert again.extra_key == "weightcast=1.3|", "the number of an earlier version, with other weights"
+
+
+def test_ranks_agree_on_copies_whatever_each_answers() -> None:
+    """HiCache needs a GPU, so a stand-in: SGLang's poll waits for all ranks, one that refuses the request has to come
+    too, and nothing that ranks do alone may call it.
+    """
+    polls: list[int] = []
+    scheduler = SimpleNamespace(
+        enable_hierarchical_cache=True,
+        tree_cache=SimpleNamespace(check_hicache_events=lambda: polls.append(1)),
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
+        flush_cache=lambda empty_cache: True,
+        _engine_paused=True,
+    )
+    manager = SimpleNamespace(scheduler=scheduler, _session=object())
+    asked = SimpleNamespace(load_format="weightcast", group_name="weightcast/main/rollout-0/1")
+    answer = sglang_plugin._update(lambda *_: None, manager, asked)
+    assert "init the group first" in answer.message
+    assert len(polls) == 1
+    drop_caches(scheduler)
+    assert len(polls) == 1
