@@ -30,6 +30,7 @@ __all__ = [
     "Prefixes",
     "Setting",
     "drop_caches",
+    "poll_copies",
     "refresh_memos",
     "refuse_memos",
     "refuse_settings",
@@ -162,6 +163,16 @@ def require_pause(scheduler: Any) -> None:
         raise PairStateError("the engine is not paused; pause it before a transfer, and let nobody else continue it")
 
 
+def poll_copies(scheduler: Any) -> None:
+    """Ends HiCache's copies that are through: SGLang does it in the turns of its loop, of which a paused one has none.
+
+    SGLang agrees among ranks on what is through (0.5.23, `unified_radix_cache.py`), so each of them has to call this at
+    the same requests, whatever else it answers. No copy begins while the engine is paused.
+    """
+    if attribute(scheduler, "enable_hierarchical_cache"):
+        scheduler.tree_cache.check_hicache_events()
+
+
 def drop_caches(scheduler: Any) -> None:
     """Empties every cache of this rank that is "dropped" in `INVENTORY`.
 
@@ -169,9 +180,6 @@ def drop_caches(scheduler: Any) -> None:
     be asked again, and then something may be left.
     """
     require_pause(scheduler)
-    if attribute(scheduler, "enable_hierarchical_cache"):
-        # Copies under way end in the loop's own turns, of which a paused loop has none.
-        scheduler.tree_cache.check_hicache_events()
     grammars = attribute(scheduler, "grammar_manager")
     # Requests whose grammar is being compiled have computed nothing yet, and a paused loop never asks for it.
     compiling, grammars.grammar_queue = attribute(grammars, "grammar_queue"), []
@@ -201,17 +209,20 @@ class Prefixes:
 
     SGLang finds prefixes by tokens and by `extra_key`, which a client may set. From the first update in place on every
     new request has the version in it, too, and so has one that still waits: it has computed nothing that counts. A
-    running request keeps the key it has, under which no later request looks for anything.
+    running request keeps the key it has, under which no later request looks for anything. A version's number may come
+    again with other weights, as in a pair that is made anew; so the key counts the updates of this process, too.
     """
 
     MARK = "weightcast="
 
     def __init__(self) -> None:
         self.version = ""
+        self._moves = 0
 
     def move_on(self, scheduler: Any, version: str) -> None:
         """From now on `version` is what new requests are computed with."""
-        self.version = version
+        self._moves += 1
+        self.version = f"{version}.{self._moves}"
         for request in [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]:
             if not request.kv.holds_kv:
                 self.apply(request)

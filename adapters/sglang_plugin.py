@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weightcast.adapters.sglang_ray import load_in_actors
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.urls import CA_VARIABLE
-from weightcast.transfer.errors import DescribeError, InputError, PairStateError, TransferError
+from weightcast.transfer.errors import DescribeError, InputError, PairStateError, StalePlanError, TransferError
 
 if TYPE_CHECKING:
     from weightcast.adapters.sglang import SglangSink
@@ -375,6 +375,8 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if not ours and not request.group_name.startswith(PREFIX):
         return original(manager, request)
 
+    from weightcast.adapters.sglang_caches import poll_copies
+
     def transfer() -> str:
         if not ours:
             raise InputError(
@@ -383,9 +385,10 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
             )
         if manager._session is None:
             raise PairStateError("a transfer must run between begin_weight_update and end_weight_update")
+        poll_copies(manager.scheduler)  # before anything in which ranks may differ: it meets the others
         member = _session.of(request.group_name)
         if member.receiving is None:
-            with _telling(member):
+            with _telling(member, begins=True):
                 _make_ready(manager, member)
             # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived
             # weights anew.
@@ -396,15 +399,22 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 @contextmanager
-def _telling(member: _Member) -> Iterator[None]:
-    """Tells the gateway of an error inside, from the thread; but not of one that holds only for a while."""
+def _telling(member: _Member, begins: bool = False) -> Iterator[None]:
+    """Tells the gateway of an error inside, from the thread.
+
+    A transfer that `begins` on a busy rank is asked for again. The gateway's driver does so, but hears the first rank
+    alone, whose answer SGLang's is; so that one tells nothing. Any other rank says that its plan is stale: then the
+    gateway connects the instance anew within the update, and asks all ranks again.
+    """
     from weightcast.adapters.sglang_caches import BUSY
 
     try:
         yield
     except Exception as error:
-        failure = error
-        if not str(error).startswith(BUSY):
+        failure, busy = error, begins and str(error).startswith(BUSY)
+        if busy and _rank_of()[0] != 0:
+            failure = StalePlanError(str(error))
+        if failure is not error or not busy:
             member.thread.do(lambda: member.worker.failed(failure))
         raise
 
@@ -447,7 +457,7 @@ def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return end()
     except Exception as error:
         log.exception("weightcast: end_weight_update failed")
-        message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        message = f"rank {_rank_of()[0]}: {type(error).__name__}: {' '.join(str(error).split())}"
         return io_struct.EndWeightUpdateReqOutput(success=False, message=message)
 
 

@@ -98,6 +98,22 @@ class Engine:
         pid = next(self._reports.glob("*.json")).name.split(".")[1]
         return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
+    def make_busy(self, when: str, rank: int) -> None:
+        """The rank refuses to flush its caches once, at the "begin" or the "end" of the next transfer."""
+        (self._reports / f"busy.{when}.{rank}").touch()
+
+    @contextmanager
+    def guarded(self, sentence: str) -> Iterator[None]:
+        """From the next session on SGLang refuses updates with `sentence`; then no more."""
+        said = self._reports / "guard"
+        said.write_text(sentence)
+        try:
+            yield
+        finally:
+            said.unlink()
+            for path in ("/begin_weight_update", "/end_weight_update"):
+                assert self.post(path).status_code == 200
+
     def kept(self, version: int) -> list[dict[str, Any]]:
         """What each scheduler kept when `version` was stamped."""
         return [json.loads(found.read_text()) for found in sorted(self._reports.glob(f"{version}.*.json"))]
@@ -153,15 +169,17 @@ def _body(prompt: Sequence[int], count: int, sampling: dict[str, Any]) -> dict[s
 
 
 @contextmanager
-def start_engine(model: Path, work: Path, token: str, compile_seconds: float = 0.0, *options: str) -> Iterator[Engine]:
-    """A server of one rank."""
+def start_engine(
+    model: Path, work: Path, token: str, compile_seconds: float = 0.0, *options: str, tp: int = 1
+) -> Iterator[Engine]:
+    """A server of `tp` ranks."""
     _write_tokenizer(model)
     reports, entry = work / "reports", work / "probe" / "sglang_probe-0.dist-info"
     for folder in (reports, entry):
         folder.mkdir(parents=True)
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-probe\nVersion: 0\n")
     (entry / "entry_points.txt").write_text("[sglang.srt.plugins]\nprobe = sglang_probe.sglang_probe:register\n")
-    spec, port, log = ServerConfig("rollout-0"), free_port(), work / "server.log"
+    spec, port, log = ServerConfig("rollout-0", tp, tp), free_port(), work / "server.log"
     command = server_command(spec, DemoConfig(work=work), model, sys.executable, "127.0.0.1", str(port))
     command.remove("--skip-tokenizer-init")
     command[command.index("--max-running-requests") + 1] = str(SLOTS)

@@ -13,7 +13,8 @@ import sglang_cache_workers as workers
 from sglang_models import write_checkpoint
 from sglang_nest import Nest
 
-from weightcast.adapters.sglang_caches import INVENTORY, Prefixes
+from weightcast.adapters import sglang_plugin
+from weightcast.adapters.sglang_caches import INVENTORY, Prefixes, drop_caches
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -80,11 +81,36 @@ def test_requests_find_prefixes_of_their_version_alone() -> None:
     queues = {"waiting_queue": [waiting, running], "grammar_manager": SimpleNamespace(grammar_queue=[grammar])}
     scheduler = SimpleNamespace(**queues, cur_batch_for_debug=object())
     prefixes.move_on(scheduler, "1")
-    assert [r.extra_key for r in (waiting, running, grammar)] == ["weightcast=1|tenant", "tenant", "weightcast=1|"]
+    assert [r.extra_key for r in (waiting, running, grammar)] == ["weightcast=1.1|tenant", "tenant", "weightcast=1.1|"]
     assert scheduler.cur_batch_for_debug is None
     later = request()
     prefixes.apply(later)
-    assert later.extra_key == "weightcast=1|"
+    assert later.extra_key == "weightcast=1.1|"
     prefixes.move_on(scheduler, "2")
-    assert waiting.extra_key == "weightcast=2|tenant"
-    assert later.extra_key == "weightcast=1|", "it is not in a queue: it runs"
+    assert waiting.extra_key == "weightcast=2.2|tenant"
+    assert later.extra_key == "weightcast=1.1|", "it is not in a queue: it runs"
+    prefixes.move_on(scheduler, "1")
+    again = request()
+    prefixes.apply(again)
+    assert again.extra_key == "weightcast=1.3|", "the number of an earlier version, with other weights"
+
+
+def test_ranks_agree_on_copies_whatever_each_answers() -> None:
+    """HiCache needs a GPU, so a stand-in: SGLang's poll waits for all ranks, one that refuses the request has to come
+    too, and nothing that ranks do alone may call it.
+    """
+    polls: list[int] = []
+    scheduler = SimpleNamespace(
+        enable_hierarchical_cache=True,
+        tree_cache=SimpleNamespace(check_hicache_events=lambda: polls.append(1)),
+        grammar_manager=SimpleNamespace(grammar_queue=[]),
+        flush_cache=lambda empty_cache: True,
+        _engine_paused=True,
+    )
+    manager = SimpleNamespace(scheduler=scheduler, _session=object())
+    asked = SimpleNamespace(load_format="weightcast", group_name="weightcast/main/rollout-0/1")
+    answer = sglang_plugin._update(lambda *_: None, manager, asked)
+    assert "init the group first" in answer.message
+    assert len(polls) == 1
+    drop_caches(scheduler)
+    assert len(polls) == 1

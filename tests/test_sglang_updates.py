@@ -19,6 +19,7 @@ from stopping_trainer import STOPS
 from weightcast.cluster.processes import running
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.worker import TrainerWorker
+from weightcast.transfer.errors import UpdateError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -45,10 +46,12 @@ def engine(weights: Weights, gateway: tuple[str, str], tmp_path_factory: pytest.
 
 
 @contextmanager
-def paired(gateway: tuple[str, str], engine: Engine, weights: Weights, pause: str) -> Iterator[TrainerWorker]:
+def paired(
+    gateway: tuple[str, str], engine: Engine, weights: Weights, pause: str, ranks: int = 1
+) -> Iterator[TrainerWorker]:
     """A trainer of one rank that is connected to the engine; the pair is gone afterwards."""
     url, token = gateway
-    record: dict[str, Any] = {"url": engine.url, "world_size": 1, "pause": pause}
+    record: dict[str, Any] = {"url": engine.url, "world_size": ranks, "pause": pause}
     with GatewayClient(url, token) as client:
         client.create_pair("main", 1, {"rollout-0": record}, {"silence": 60.0})
         trainer = TrainerWorker(url, "main", weights.source, rank=0, world_size=1, token=token)
@@ -104,6 +107,7 @@ def test_answers_are_those_of_the_version_they_are_stamped_with(
         second = update(trainer, weights)
         (kept,) = engine.kept(second)
         assert kept["embeddings"] == 0
+        assert kept["transferred"] == (1 if pause == "in_place" else 0), "embeddings kept until the end of the session"
         unknown = set(kept["attributes"]) - KNOWN
         assert not unknown, f"SGLang keeps what the inventory may lack: {' '.join(sorted(unknown))}"
         answers = [stream.answer() for stream in streams]
@@ -131,12 +135,87 @@ def test_answers_are_those_of_the_version_they_are_stamped_with(
         assert right(engine, weights, third, again) == len(again)
 
 
+def test_a_version_number_that_comes_again_is_another_version(
+    gateway: tuple[str, str], engine: Engine, weights: Weights
+) -> None:
+    """A pair that is made anew counts from where it likes, with other weights; in place no cache is flushed."""
+    version = next(VERSIONS)
+    for weight in (version, version + 1):
+        with paired(gateway, engine, weights, "in_place") as trainer:
+            weights.become(weight)
+            trainer.update(version)
+            assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
+
+
 def check_spans(answer: Answer, first: int, second: int) -> None:
     """An answer that spans versions is stamped with its last, and says which version sampled which tokens."""
     assert answer.version == str(second)
     (old, start, switch), (new, resumed, end) = answer.spans
     assert (old, start, new, resumed, end) == (str(first), 0, str(second), switch, len(answer.tokens))
     assert 3 <= switch < end
+
+
+def test_what_is_refused_before_a_transfer_costs_nothing(
+    gateway: tuple[str, str], engine: Engine, weights: Weights
+) -> None:
+    """SGLang's own refusal that holds since the connect, and an engine that is not paused: the old version goes on."""
+    sentence = "Online updates are not supported: a derived copy of the tests"
+    with GatewayClient(*gateway) as client, paired(gateway, engine, weights, "retract") as trainer:
+
+        def goes_on(version: int) -> None:
+            (status,) = client.pair_status("main")["instances"].values()
+            assert (status["version"], status["fenced"]) == (version, False)
+            weights.become(version)
+            assert right(engine, weights, version, PROMPTS[:2]) == 2
+
+        version = update(trainer, weights)
+        with engine.guarded(sentence), pytest.raises(UpdateError, match=f"refuses updates of this model: {sentence}"):
+            update(trainer, weights)
+        goes_on(version)
+
+        version = update(trainer, weights)
+        (status,) = client.pair_status("main")["instances"].values()
+        group = f"weightcast/main/rollout-0/{status['epoch']}"
+        body = {"names": [], "dtypes": [], "shapes": [], "group_name": group, "load_format": "weightcast"}
+        assert engine.post("/begin_weight_update").status_code == 200
+        said = engine.post("/update_weights_from_distributed", **body)
+        assert said.status_code == 400
+        assert "the engine is not paused" in said.text
+        assert engine.post("/end_weight_update").status_code == 200
+        goes_on(version)
+        version = update(trainer, weights)
+        goes_on(version)
+
+
+@pytest.fixture
+def two_ranks(weights: Weights, gateway: tuple[str, str], tmp_path: Path) -> Iterator[Engine]:
+    with start_engine(weights.folder, tmp_path, gateway[1], tp=2) as started:
+        yield started
+
+
+def test_a_rank_that_is_busy_is_asked_again_or_named(
+    gateway: tuple[str, str], two_ranks: Engine, weights: Weights
+) -> None:
+    """Before the first byte either rank alone may be busy: all are asked again. At the end nobody asks again: the
+    version is not stamped, the instance is fenced and the rank named; the next update mends it.
+    """
+    with GatewayClient(*gateway) as client, paired(gateway, two_ranks, weights, "retract", 2) as trainer:
+        for rank in (0, 1):
+            two_ranks.make_busy("begin", rank)
+            version = update(trainer, weights)
+            assert right(two_ranks, weights, version, PROMPTS[:2]) == 2
+            assert [kept["embeddings"] for kept in two_ranks.kept(version)] == [0, 0]
+        for rank in (0, 1):
+            two_ranks.make_busy("end", rank)
+            begun = time.monotonic()
+            with pytest.raises(UpdateError, match=rf"rank {rank}\b.* busy: SGLang does not flush its caches"):
+                update(trainer, weights)
+            assert time.monotonic() - begun < 120.0, "it has to be told, not to be waited for"
+            (status,) = client.pair_status("main")["instances"].values()
+            assert (status["version"], status["fenced"]) == (version, True)
+            assert not two_ranks.kept(version + 1), "it was stamped"
+            version = update(trainer, weights)
+            assert right(two_ranks, weights, version, PROMPTS[:2]) == 2
 
 
 def load(engine: Engine, stop: threading.Event, number: int, ended: list[str]) -> None:
@@ -179,8 +258,8 @@ def test_updates_under_load_commit(gateway: tuple[str, str], engine: Engine, wei
         assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
 
 
-UPDATES = 3
-"""Of each mode; 20 for a long run."""
+UPDATES = 7
+"""Of each mode: 21 in all."""
 
 
 def test_a_connect_that_waits_holds_nothing_up(
