@@ -134,7 +134,8 @@ class _Described(NamedTuple):
 
 @dataclass(slots=True)
 class _Member:
-    """This rank in the group of one epoch. `connecting` and `receiving` are what its thread does or has done.
+    """This rank in the group of one epoch. `connecting` and `receiving` are what its thread does or has done;
+    `receiving` until the end of the session is asked for, `writing` for good.
 
     `name` is that of the request: a pair that was made anew begins with the same epoch, and is another call.
     """
@@ -146,6 +147,7 @@ class _Member:
     thread: _Thread
     connecting: Future[object] | None = None
     receiving: Future[object] | None = None
+    writing: Future[object] | None = None
 
     def state(self) -> str:
         """How the connect goes on. Raises what made it fail."""
@@ -157,14 +159,14 @@ class _Member:
 
     def leave(self) -> None:
         """Gives up whatever is waited for; the thread leaves the group, and ends."""
-        self.worker.give_up()
+        self.worker.give_up(quietly=True)
         self.thread.do(self.worker.close)
         self.thread.end()
 
     def wait_until_left(self) -> None:
         """Waits until this member has left. Raises TransferError when it may still write."""
         if not self.thread.ended(_LEAVING):
-            if self.receiving is not None and not self.receiving.done():
+            if self.writing is not None and not self.writing.done():
                 raise TransferError(f"this rank still receives for {self.group}, which was called off; connect again")
             log.warning("weightcast: the connect of %s was called off, but still waits", self.group)
 
@@ -174,7 +176,7 @@ class _Session:
 
     def __init__(self) -> None:
         self.member: _Member | None = None
-        self.before: _Member | None = None
+        self.earlier: list[_Member] = []
         self.calls: deque[str] = deque(maxlen=100)
         self.memory: Memory | None = None  # of this process
         self._prefixes: Prefixes | None = None
@@ -199,7 +201,8 @@ class _Session:
         """Leaves the group, and waits for nobody."""
         if self.member is not None:
             self.member.leave()
-            self.member, self.before = None, self.member
+            self.earlier = [member for member in (*self.earlier, self.member) if not member.thread.ended(0.0)]
+            self.member = None
 
 
 _session = _Session()
@@ -271,7 +274,7 @@ def _connect(manager: Any, request: Any) -> str:
             f"instance {instance} has {world} ranks, the pair says {request.world_size}; correct world_size"
         )
     _session.close()
-    before = _session.before
+    earlier = list(_session.earlier)
     described = _describe(manager, pause)
     worker = InstanceWorker(
         url,
@@ -288,8 +291,8 @@ def _connect(manager: Any, request: Any) -> str:
     _session.member, _session.memory = member, worker.memory
 
     def connect() -> None:
-        if before is not None:
-            before.wait_until_left()
+        for other in earlier:
+            other.wait_until_left()
         worker.connect(epoch)
 
     member.connecting = member.thread.do(connect)  # a description that failed is told to the gateway there
@@ -392,7 +395,7 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
                 _make_ready(manager, member)
             # `loaded_weights` of SGLang's session stays False on purpose: then end_weight_update computes derived
             # weights anew.
-            member.receiving = member.thread.do(member.worker.transfer)
+            member.receiving = member.writing = member.thread.do(member.worker.transfer)
         return f"receives for {request.group_name}"
 
     return _answer("UpdateWeightsFromDistributedReqOutput", transfer)
@@ -441,7 +444,10 @@ def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
     def end() -> Any:
         failure = _outcome(member, receiving)
-        answer = original(manager, request)  # in any case: the engine's session has to be closed
+        with _telling(member):
+            answer = original(manager, request)  # in any case: the engine's session has to be closed
+        if failure is not None and not receiving.done():
+            raise failure  # the thread is still busy with it, and has told nobody
         if failure is not None:
             return answer  # whoever has to know was told by the thread
         with _telling(member):
@@ -506,7 +512,7 @@ def _pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """SGLang's loop of a pipeline has several batches, of which a pause would empty one; so nothing is touched there.
     All requests have ended: their mode is "abort".
     """
-    if _session.member is None or _pipeline_stages() == 1:
+    if _session.memory is None or _pipeline_stages() == 1:
         return original(scheduler, request)
     scheduler._engine_paused = True
     return None
@@ -514,7 +520,7 @@ def _pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
     """SGLang's loop of a pipeline does not stop when it is paused; then nothing new, as a health check, begins."""
-    if _session.member is None or not scheduler._engine_paused or _pipeline_stages() == 1:
+    if _session.memory is None or not scheduler._engine_paused or _pipeline_stages() == 1:
         return original(scheduler, running_batch)
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 

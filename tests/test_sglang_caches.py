@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,9 @@ from sglang_models import write_checkpoint
 from sglang_nest import Nest
 
 from weightcast.adapters import sglang_plugin
+from weightcast.adapters import sglang_plugin as plugin
 from weightcast.adapters.sglang_caches import INVENTORY, Prefixes, drop_caches
+from weightcast.transfer.errors import TransferError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -114,3 +117,42 @@ def test_ranks_agree_on_copies_whatever_each_answers() -> None:
     assert len(polls) == 1
     drop_caches(scheduler)
     assert len(polls) == 1
+
+
+class Stuck:
+    """A worker whose transfer does not end before it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def transfer(self) -> None:
+        self.go.wait(60.0)
+
+    def give_up(self, *, quietly: bool = False) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_every_later_connect_waits_for_a_rank_that_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the end of the session was asked for, and when the connect in between was refused already."""
+    monkeypatch.setattr(plugin, "_LEAVING", 0.2)
+    session, stuck = plugin._Session(), Stuck()
+    member = plugin._Member("a", "a", "abort", stuck, plugin._Thread("cpu", 0))  # type: ignore[arg-type]
+    session.member = member
+    member.receiving = member.writing = member.thread.do(stuck.transfer)
+    member.receiving = None  # what the end of a session does first
+    session.close()
+    for name in ("b", "c"):
+        for earlier in list(session.earlier):
+            if earlier is member:
+                with pytest.raises(TransferError, match="this rank still receives for a, which was called off"):
+                    earlier.wait_until_left()
+        assert member in session.earlier
+        other = Stuck()
+        session.member = plugin._Member(name, name, "abort", other, plugin._Thread("cpu", 0))  # type: ignore[arg-type]
+        session.close()
+    stuck.go.set()
+    assert member.thread.ended(20.0)
+    session.member = plugin._Member("d", "d", "abort", Stuck(), plugin._Thread("cpu", 0))  # type: ignore[arg-type]
+    session.close()
+    assert member not in session.earlier
