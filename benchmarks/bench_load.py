@@ -138,7 +138,7 @@ def _ours(rank: int, store: Any, layout: RankLayout, deadline: Deadline) -> Call
         reports = {s: [pickle.loads(store.get(f"{s} {r}")) for r in range(2)] for s in ("trainer", *INSTANCES)}
         source = merge_trainer(reports["trainer"])
         held = {name: merge_instance(name, reports[name], source.tensors) for name in INSTANCES}
-        parts = PlanParts(plan_transfer(source.tables, {n: h.tables for n, h in held.items()}), BUCKET_BYTES // 2)
+        parts = PlanParts(plan_transfer(source.joined, {n: h.joined for n, h in held.items()}), BUCKET_BYTES // 2)
         for name in INSTANCES:
             for r in range(2):
                 store.set(f"part {name} trainer {r}", pickle.dumps(parts.trainer_part(name, r)))

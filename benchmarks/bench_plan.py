@@ -41,17 +41,17 @@ from plan_layouts import instance_reports, random_maps, same_rank_pairs, trainer
 
 from weightcast.gateway.heap import keep_freed_memory
 from weightcast.gateway.merge import merge_instance, merge_trainer
-from weightcast.transfer.layout import RegionTable
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.plan import Kind, TransferPlan
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.replan import Planned, Planner
 from weightcast.transfer.shapes import MODELS, ModelShape
+from weightcast.transfer.sides import JoinedRanks
 from weightcast.transfer.summary import traffic_of
 from weightcast.transfer.wire import decode_part, decode_report, encode_part, encode_report
 
 T = TypeVar("T")
-Tables = dict[str, tuple[RegionTable, ...]]
+Sides = dict[str, JoinedRanks]
 
 
 @dataclass(frozen=True)
@@ -171,27 +171,18 @@ def gateway(case: Case, encoded: Encoded, repeat: int) -> Measured:
     gc.collect()
     gc.freeze()
 
-    def merged_trainer() -> tuple[RegionTable, ...]:
-        layout = merge_trainer(reports)
-        assert layout.fingerprint
-        return layout.tables
+    trainer = m.time("merge of all trainer reports", lambda: merge_trainer(reports)).joined
 
-    trainer = m.time("merge of all trainer reports", merged_trainer)
-    catalog = merge_trainer(reports).tensors
-
-    def merged() -> Tables:
-        layouts = [merge_instance(name, ranks, catalog) for name, ranks in decoded.items()]
-        assert all(layout.fingerprint for layout in layouts)
-        return {layout.name: layout.tables for layout in layouts}
+    def merged() -> Sides:
+        layouts = [merge_instance(name, ranks, trainer.tensors) for name, ranks in decoded.items()]
+        return {layout.name: layout.joined for layout in layouts}
 
     instances = m.time("merge of all instance reports", merged)
     plan = m.time("plan, invariants proved", lambda: plan_transfer(trainer, instances), repeat)
     m.time("plan, not proved", lambda: plan_transfer(trainer, instances, check=False), repeat)
     m.time("parts of all ranks", lambda: all_parts(PlanParts(plan), plan), repeat)
     _wire(m, encoded, plan)
-    changed = merge_instance(first, [decode_report(data) for data in encoded.changed], catalog).tables
-    for table in changed:
-        assert table.fingerprint
+    changed = merge_instance(first, [decode_report(data) for data in encoded.changed], trainer.tensors).joined
     _replan(m, "replan, one layer of one instance", trainer, (instances, instances | {first: changed}), repeat)
     if not case.different:
         every = dict.fromkeys(instances, changed)
@@ -223,13 +214,13 @@ def _wire(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
 
 
 def _replan(
-    m: Measured, name: str, trainer: tuple[RegionTable, ...], turns: tuple[Tables, Tables], repeat: int
+    m: Measured, name: str, trainer: JoinedRanks, turns: tuple[Sides, Sides], repeat: int
 ) -> None:
     planner = Planner()
     planner.plan(trainer, turns[0])
 
-    def again(tables: Tables) -> Planned:
-        planned = planner.plan(trainer, tables)
+    def again(sides: Sides) -> Planned:
+        planned = planner.plan(trainer, sides)
         parts, o = planned.parts_of_changes(), planned.changes.operations
         for instance in planned.instances or ():
             index = planned.changes.instances.index(instance)
@@ -241,7 +232,7 @@ def _replan(
         return planned
 
     for turn in range(2 * max(repeat, 3)):
-        planned = m.time(name, lambda tables=turns[(turn + 1) % 2]: again(tables))
+        planned = m.time(name, lambda sides=turns[(turn + 1) % 2]: again(sides))
         if planned.layers is None:
             m.figures[f"{name}:"] = "all of the plan was made anew"
 
