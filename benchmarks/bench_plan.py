@@ -213,9 +213,7 @@ def _wire(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
     m.figures["all parts of an instance"] = f"{sum(map(len, data)) / 1e6:.2f} MB"
 
 
-def _replan(
-    m: Measured, name: str, trainer: JoinedRanks, turns: tuple[Sides, Sides], repeat: int
-) -> None:
+def _replan(m: Measured, name: str, trainer: JoinedRanks, turns: tuple[Sides, Sides], repeat: int) -> None:
     planner = Planner()
     planner.plan(trainer, turns[0])
 
