@@ -25,8 +25,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +39,7 @@ from awex_peer import awex_update
 from awex_peer import version as awex_version
 from bench_load import measure as measure_load
 from plain_support import Piece, describe_pieces
+from turns import by_turns, percent, times
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.digesting import Digester
@@ -119,24 +119,6 @@ CASES: dict[str, Layout] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """Wall and CPU seconds of each turn of one contender in this process."""
-
-    wall: list[float]
-    cpu: list[float]
-
-    @property
-    def seconds(self) -> float:
-        """The median turn."""
-        return median(self.wall)
-
-    def ratio(self, other: Turns) -> tuple[float, float]:
-        """Returns how many times as long as `other` it took: the median of paired turns, and the best of each."""
-        paired = [mine / theirs for mine, theirs in zip(self.wall, other.wall, strict=True)]
-        return median(paired), min(self.wall) / min(other.wall)
-
-
 def digester_of(part: RankPart, layout: RankLayout) -> Digester:
     """What digests a rank's rows of a part."""
     rows = part.digests
@@ -148,33 +130,6 @@ def peak_bytes(reset: bool = False) -> int:
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
-
-
-def by_turns(runs: int, meet: Callable[[], None], calls: Mapping[str, Callable[[], object]]) -> dict[str, Turns]:
-    """Runs all calls in turn, `runs` times and once before, because the machine may be busier a moment later.
-
-    All processes `meet` before each.
-    """
-    turns = {name: Turns([], []) for name in calls}
-    for run in range(runs + 1):
-        for name, call in calls.items():
-            meet()
-            wall, cpu = time.perf_counter(), time.process_time()
-            call()
-            if run:
-                turns[name].wall.append(time.perf_counter() - wall)
-                turns[name].cpu.append(time.process_time() - cpu)
-    return turns
-
-
-def percent(ratio: tuple[float, float]) -> str:
-    """Writes the median and the best ratio."""
-    return f"{ratio[0]:.0%} / {ratio[1]:.0%}"
-
-
-def times(ratio: tuple[float, float]) -> str:
-    """Writes the median and the best ratio of what takes many times as long."""
-    return f"{ratio[0]:.1f}x / {ratio[1]:.1f}x"
 
 
 def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayout]:
