@@ -23,7 +23,7 @@ def tensor(value: int, n: int = 64) -> torch.Tensor:
     return torch.full((n,), value, dtype=torch.uint8)
 
 
-def soon(seconds: float = 10.0) -> Deadline:
+def soon(seconds: float = 60.0) -> Deadline:
     return Deadline.after(seconds)
 
 
@@ -60,7 +60,7 @@ def test_nobody_answers_at_the_store() -> None:
         DeadlineError, match=r"no store answers at 127.0.0.1:\d+ within 1 s .*is member 0 of the group alive"
     ):
         connect_store("127.0.0.1", free_port(), soon(1.0))
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 30.0
 
 
 @each_backend
@@ -75,7 +75,7 @@ def test_a_member_that_never_joins_is_named(backend: str) -> None:
     for error in together(lambda: join(0), lambda: join(1)):
         assert isinstance(error, DeadlineError)
         assert str(error).endswith("waited 1 s for rollout-0 rank 1 to join")
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 30.0
 
 
 @each_backend
@@ -87,7 +87,7 @@ def test_a_member_that_never_sends_is_named_and_a_prompt_one_is_not(backend: str
 
     start = time.monotonic()
     error, _ = together(receive, lambda: groups[1].post([(0, tensor(1))], []).wait(soon()))
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 30.0
     assert isinstance(error, DeadlineError)
     assert str(error) == "rollout-0: trainer rank 3 waited 1 s and still misses rollout-0 rank 1 (128 bytes to receive)"
 
@@ -109,7 +109,7 @@ def test_abort_ends_waits_of_other_threads_and_of_peers(backend: str) -> None:
         lambda: groups[0].post([], [(1, tensor(0))]).wait(soon()),
         lambda: groups[2].post([], [(0, tensor(0))]).wait(soon()),
     )
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 30.0
     assert type(mine) is TransferError
     assert str(mine).startswith("rollout-0: the group of trainer rank 3 was aborted")
     assert type(theirs) is TransferError
@@ -121,9 +121,9 @@ def test_abort_ends_waits_of_other_threads_and_of_peers(backend: str) -> None:
 @each_backend
 def test_abort_ends_a_wait_in_the_middle_of_a_message(backend: str) -> None:
     store, port = open_store("127.0.0.1", soon(60.0))
-    seconds, message = run_ranks(give_a_stopped_peer_up, 2, port, backend, timeout=60.0)[0]
+    seconds, message = run_ranks(give_a_stopped_peer_up, 2, port, backend, timeout=120.0)[0]
     assert message == "stopped: the group of trainer rank 0 was aborted"
-    assert 0.9 < seconds < 3.0, "only the deadline noticed"
+    assert 0.9 < seconds < 30.0, "only the deadline noticed"
     del store
 
 
@@ -156,8 +156,8 @@ def test_groups_do_not_feel_each_other(backend: str) -> None:
 @each_backend
 def test_a_dead_process_is_named_at_once(backend: str) -> None:
     store, port = open_store("127.0.0.1", soon(60.0))
-    seconds, message = run_ranks(lose_a_peer, 2, port, backend, timeout=60.0)[0]
-    assert seconds < 10.0, "only the deadline noticed"
+    seconds, message = run_ranks(lose_a_peer, 2, port, backend, timeout=120.0)[0]
+    assert seconds < 30.0, "only the deadline noticed"
     assert "trainer rank 0 lost its connection to rollout-0 rank 1 (64 bytes to receive)" in message
     assert "rollout-0 rank 0" not in message
     del store
@@ -166,7 +166,7 @@ def test_a_dead_process_is_named_at_once(backend: str) -> None:
 @each_backend
 def test_a_group_lives_beside_a_default_process_group_and_without_one(backend: str) -> None:
     store, port = open_store("127.0.0.1", soon(60.0))
-    assert run_ranks(share_a_process, 2, port, backend, timeout=60.0) == [[True, 1.0, 5], [False, 0.0, 5]]
+    assert run_ranks(share_a_process, 2, port, backend, timeout=120.0) == [[True, 1.0, 5], [False, 0.0, 5]]
     del store
 
 
@@ -179,7 +179,7 @@ def test_members_of_different_backends_are_told_so() -> None:
 
     start = time.monotonic()
     mine, theirs = together(lambda: join(0, "tcp"), lambda: join(1, "gloo"))
-    assert time.monotonic() - start < 5.0, "only the deadline noticed"
+    assert time.monotonic() - start < 30.0, "only the deadline noticed"
     assert type(mine) is type(theirs) is TransferError
     assert str(mine) == ("x: rollout-0 rank 0 connects by backend 'gloo', trainer rank 3 by 'tcp'; give both the same")
     assert str(theirs) == (

@@ -36,7 +36,7 @@ from weightcast.transfer.transports.tcp import TcpGroup
 PAIR = ("trainer rank 0", "rollout-0 rank 0")
 
 
-def soon(seconds: float = 10.0) -> Deadline:
+def soon(seconds: float = 60.0) -> Deadline:
     return Deadline.after(seconds)
 
 
