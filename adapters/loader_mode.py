@@ -7,6 +7,7 @@ that the loader made during the trace; it may be written. Everything else existe
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.adapters.copies import Base, Box, Copy, NotABoxError, align
-from weightcast.adapters.loader_trace import ElsewhereWrite, Recorder, copy_between
+from weightcast.adapters.loader_trace import Recorder, copy_between
 from weightcast.adapters.provenance import (
     Piece,
     Record,
@@ -27,6 +28,7 @@ from weightcast.adapters.provenance import (
     same_memory,
     storage_id,
 )
+from weightcast.adapters.replay import Tape, tensors_in
 from weightcast.transfer.dtypes import to_torch
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout import TensorSpec
@@ -52,11 +54,17 @@ _ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
 
 
 class LoaderMode(TorchDispatchMode):
-    """Use as a context around the loader; `logical` makes its inputs, the recorder gets its writes."""
+    """Use as a context around the loader; `logical` makes its inputs, the recorder gets its writes.
+
+    The tape gets the operators that make or change anything but parameters.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.current = ""
+        self.tape = Tape()
+        self._is_input = False
+        self._elsewhere: set[int] = set()
         self._recorder = recorder
         self._records: dict[int, Record] = {}
         self._temporaries: dict[int, Temporary] = {}
@@ -71,21 +79,56 @@ class LoaderMode(TorchDispatchMode):
         """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
         self.current = name
         dtype = self._dtypes[name] = to_torch(spec.dtype)
+        self._is_input = True
         t = torch.empty(spec.shape, dtype=dtype, device="meta")
+        self._is_input = False
         base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
         whole = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
-        self._records[storage_id(t)] = Record(base, dtype, [whole], alive=t)
+        self._records[storage_id(t)] = Record(base, dtype, [whole], alive=_weakly(t))
+        self.tape.logical[storage_id(t)] = name
         return t
+
+    def alive(self) -> frozenset[int]:
+        """The storages made under the trace that are still held by somebody."""
+        for _ in range(2):
+            kept = {k for k, record in self._records.items() if not record.alive.expired()}
+            kept |= {k for k, temporary in self._temporaries.items() if not temporary.alive.expired()}
+            if not kept:
+                break
+            gc.collect()
+        return frozenset(kept)
+
+    def _record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        written: Sequence[torch.Tensor] = (),
+        results: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        """Puts an operator on the tape, which writes some of its arguments, or returns new tensors."""
+        self.tape.record(
+            func,
+            args,
+            kwargs,
+            written=written,
+            results=results,
+            is_live=lambda t: storage_id(t) not in self._records and storage_id(t) not in self._temporaries,
+            order=self._recorder.order,
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_input:
+            return func(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             # Without autograd nobody has taken composite operators (chunk, to, contiguous) apart yet.
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        given = list(_tensors([*args, *kwargs.values()]))
+        given = list(tensors_in([*args, *kwargs.values()]))
         written = self._mutated(func, args, kwargs)
         if written:
             return self._mutate(func, args, kwargs, given, written)
@@ -111,7 +154,7 @@ class LoaderMode(TorchDispatchMode):
                     named.append(argument.name) if argument.kwarg_only else at.append(i)
             places = self._written[func] = (at, named)
         values = [args[i] for i in places[0] if i < len(args)] + [kwargs[n] for n in places[1] if n in kwargs]
-        return list(_tensors(values))
+        return list(tensors_in(values))
 
     def _mutate(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], written: list[torch.Tensor]) -> Any:
         inputs_known = any(self._is_known(t) for t in given)
@@ -121,7 +164,9 @@ class LoaderMode(TorchDispatchMode):
                 covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
                 temporary.constant = func in _FILLS and covers
                 temporary.parameter = temporary.parameter or self._parameter_behind(given)
+            self._record(func, args, kwargs, written=written)
             return func(*args, **kwargs)
+        refused = len(self._recorder.opaque)
         if func in _COPY_IN_PLACE:
             self._write(args[0], args[1], str(func))
         elif func is aten._foreach_copy_.default:
@@ -133,6 +178,10 @@ class LoaderMode(TorchDispatchMode):
             names = frozenset().union(*(self._names(t) for t in given))
             for t in written:
                 self._spoil(t, str(func), names, "is no copy")
+        elsewhere = [storage_id(t) for t in written if self._parameter_of(t) is None]
+        if elsewhere or len(self._recorder.opaque) > refused:
+            self._record(func, args, kwargs, written=written)
+            self._elsewhere.update(elsewhere)
         return self._returned(func, args, kwargs)
 
     def _returned(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -165,9 +214,7 @@ class LoaderMode(TorchDispatchMode):
                 return
             record = self._record_for(dst)
             if record is None:
-                names = tuple(sorted({name for name, _, _ in copies if name}))
-                self._recorder.used.update(names)
-                self._recorder.elsewhere.append(ElsewhereWrite(dst, operator, names))
+                self._recorder.used.update(name for name, _, _ in copies if name)
                 return
             if dst.dtype != record.dtype:
                 raise NotABoxError(f"{dst.dtype} written over {record.dtype}")
@@ -231,8 +278,6 @@ class LoaderMode(TorchDispatchMode):
             self._recorder.refused(parameter, dst, operator, source)
         elif (record := self._record_for(dst)) is not None:
             record.computed = names | self._names(dst)
-        else:
-            self._recorder.elsewhere.append(ElsewhereWrite(dst, operator, tuple(sorted(names))))
 
     # Operators that make tensors
 
@@ -242,7 +287,9 @@ class LoaderMode(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         if name in _NO_DATA:
-            return self._made(func(*args, **kwargs), name in _CONSTANTS)
+            out = self._made(func(*args, **kwargs), name in _CONSTANTS)
+            self._record(func, args, kwargs, results=[out])
+            return out
         if func in _ASKS_NO_VALUE:
             return func(*args, **kwargs)
         if not any("Tensor" in str(r.type) for r in func._schema.returns):
@@ -251,11 +298,12 @@ class LoaderMode(TorchDispatchMode):
             out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
         except NotImplementedError as error:
             raise self._reads(func, known) from error  # Its result has a shape that depends on values.
-        made = list(_tensors([out]))
+        made = list(tensors_in([out]))
         inputs = {storage_id(t) for t in given}
         fresh = [t for t in made if storage_id(t) not in inputs]
         for t in fresh:
-            self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=t)
+            self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=_weakly(t))
+        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in made])
         if len(fresh) == 1 and self._is_copy(func, args, fresh[0]):
             return out
         names = frozenset().union(*(self._names(t) for t in given))
@@ -299,7 +347,7 @@ class LoaderMode(TorchDispatchMode):
         """Registers a tensor whose content does not depend on any other."""
         if out.is_meta:
             pieces = [constant_piece(as_allocated(out))] if constant else []
-            self._records[storage_id(out)] = Record(as_allocated(out), out.dtype, pieces, alive=out)
+            self._records[storage_id(out)] = Record(as_allocated(out), out.dtype, pieces, alive=_weakly(out))
         else:
             self._remember(out, constant, None)
         return out
@@ -309,10 +357,10 @@ class LoaderMode(TorchDispatchMode):
         behind = self._parameter_behind(given)
         name = func._schema.name.removeprefix("aten::")
         out = func(*args, **kwargs)
-        made = list(_tensors([out]))
+        made = list(tensors_in([out]))
         if not made and behind is not None and func not in _ASKS_NO_VALUE:
             raise DescribeError(
-                f"the engine's loader reads values of parameter {behind!r} ({func}) at checkpoint tensor "
+                f"the engine's loader reads values of parameter {behind} ({func}) at checkpoint tensor "
                 f"{self.current!r}; what it does with them cannot be traced"
             )
         inputs = {storage_id(t) for t in given}
@@ -324,11 +372,13 @@ class LoaderMode(TorchDispatchMode):
                 self._made(t, constant)
             else:
                 self._remember(t, constant, None if name in _NO_DATA else behind)
+        fresh = [t if storage_id(t) not in inputs else None for t in made]
+        if any(t is not None for t in fresh):
+            self._record(func, args, kwargs, results=fresh)
         return out
 
     def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
-        alive = StorageWeakRef(t.untyped_storage())
-        self._temporaries[storage_id(t)] = Temporary(alive, as_allocated(t), t.dtype, constant, parameter)
+        self._temporaries[storage_id(t)] = Temporary(_weakly(t), as_allocated(t), t.dtype, constant, parameter)
 
     def _is_constant(self, t: torch.Tensor) -> bool:
         temporary = self._temporaries.get(storage_id(t))
@@ -351,9 +401,11 @@ class LoaderMode(TorchDispatchMode):
         for t in given:
             key = storage_id(t)
             if key in self._parameters:
-                return self._parameters[key][0]
+                return repr(self._parameters[key][0])
             if key in self._temporaries and self._temporaries[key].parameter is not None:
                 return self._temporaries[key].parameter
+            if key in self._elsewhere:
+                return "of its own making"
         return None
 
     def _names(self, t: torch.Tensor) -> frozenset[str]:
@@ -377,9 +429,5 @@ def _to_meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {k: torch.device("meta") if k == "device" else _to_meta(v) for k, v in kwargs.items() if k != "pin_memory"}
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
+def _weakly(t: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(t.untyped_storage())

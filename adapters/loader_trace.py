@@ -10,7 +10,8 @@ operator that would change a tensor which existed before the trace is swallowed 
         region.view.copy_(checkpoint[region.tensor][region.box])
 
 What is no strided copy of logical tensors is not guessed: a write that cannot be resolved is listed in `Trace.opaque`,
-and a loader that reads a loaded value in Python (`.item()`, a comparison) raises DescribeError.
+and a loader that reads a loaded value in Python (`.item()`, a comparison) raises DescribeError. The operators that
+compute anything else than a parameter are on `Trace.tape`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from weightcast.transfer.layout import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ElsewhereWrite", "Fill", "OpaqueWrite", "Trace", "TracedRegion", "trace_loader"]
+    from weightcast.adapters.replay import Tape
+
+__all__ = ["Fill", "OpaqueWrite", "Trace", "TracedRegion", "trace_loader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +68,20 @@ class OpaqueWrite:
 
 
 @dataclass(frozen=True, slots=True)
-class ElsewhereWrite:
-    """The loader writes a tensor that existed before the trace and is no parameter: `target`, from `tensors` if any."""
-
-    target: torch.Tensor
-    operator: str
-    tensors: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
-    """Everything the loader would have written, in that order; `used` names the logical tensors it took."""
+    """Everything the loader would have written, in that order; `used` names the logical tensors it took.
+
+    `at_end` names the parameters that the end of an update session writes. `tape` has the operators that compute or
+    write anything else than parameters. `alive` are the storages made under the trace that somebody still holds.
+    """
 
     regions: tuple[TracedRegion, ...]
     fills: tuple[Fill, ...]
     opaque: tuple[OpaqueWrite, ...]
-    elsewhere: tuple[ElsewhereWrite, ...]
     used: frozenset[str]
+    at_end: frozenset[str]
+    tape: Tape
+    alive: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -92,9 +92,9 @@ class Recorder:
     regions: list[TracedRegion] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     opaque: list[OpaqueWrite] = field(default_factory=list)
-    elsewhere: list[ElsewhereWrite] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
-    _order: int = 0
+    order: int = 0
+    """How many writes into parameters there were."""
     _bases: dict[str, Base] = field(default_factory=dict)
 
     def base(self, parameter: str) -> Base:
@@ -121,8 +121,8 @@ class Recorder:
 
     def _region(self, parameter: str, box: Box, tensor: str, source: Aligned) -> None:
         view = self._view(parameter, source.box.size, source.other, source.copy.dst_offset)
-        self._order += 1
-        self.regions.append(TracedRegion(parameter, box, tensor, source.box.start, view, self._order))
+        self.order += 1
+        self.regions.append(TracedRegion(parameter, box, tensor, source.box.start, view, self.order))
 
     def _view(self, parameter: str, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
         import torch
@@ -132,12 +132,22 @@ class Recorder:
     def filled(self, parameter: str, copy: Copy) -> None:
         """A constant into a view of a parameter; only the destination of `copy` counts. Raises NotABoxError."""
         for piece in align(copy, self.base(parameter), "dst"):
-            self._order += 1
-            self.fills.append(Fill(parameter, piece.box, self._order))
+            self.order += 1
+            self.fills.append(Fill(parameter, piece.box, self.order))
 
     def refused(self, parameter: str, dst: torch.Tensor, operator: str, why: str) -> None:
         """A write that is no strided copy."""
         self.opaque.append(OpaqueWrite(parameter, self._around(parameter, dst), operator, why))
+
+    def written_since(self, counts: tuple[int, int, int]) -> frozenset[str]:
+        """The parameters written since there were `counts` regions, fills and opaque writes."""
+        regions, fills, opaque = counts
+        names = {r.parameter for r in self.regions[regions:]} | {f.parameter for f in self.fills[fills:]}
+        return frozenset(names | {w.parameter for w in self.opaque[opaque:]})
+
+    def counts(self) -> tuple[int, int, int]:
+        """How many regions, fills and opaque writes there are."""
+        return len(self.regions), len(self.fills), len(self.opaque)
 
     def _around(self, parameter: str, dst: torch.Tensor) -> Box:
         """The box of a view for a message; the whole parameter where the view is no box."""
@@ -160,12 +170,14 @@ def trace_loader(
     load_weights: Callable[[Iterable[tuple[str, torch.Tensor]]], object],
     parameters: Mapping[str, torch.Tensor],
     catalog: Mapping[str, TensorSpec],
+    end: Callable[[], object] | None = None,
 ) -> Trace:
     """What `load_weights` would write into `parameters` if it were given every tensor of `catalog`, in that order.
 
     `parameters` are real tensors by name; names that share a storage are told apart by where they lie in it, and a name
-    that is the same memory as an earlier one is not written separately. No real tensor is changed. Raises DescribeError
-    when the loader raises, reads loaded values in Python, or gives a parameter other memory.
+    that is the same memory as an earlier one is not written separately. `end` is what the engine does at the end of an
+    update session, traced after the loader. No real tensor is changed. Raises
+    DescribeError when the loader or `end` raises, reads loaded values in Python, or gives a parameter other memory.
     """
     import torch
 
@@ -175,15 +187,13 @@ def trace_loader(
     mode = LoaderMode(recorder)
     before = {name: _memory(t) for name, t in parameters.items()}
     with torch.no_grad(), mode:
-        try:
-            load_weights((name, mode.logical(name, spec)) for name, spec in catalog.items())
-        except DescribeError:
-            raise
-        except Exception as error:
-            raise DescribeError(
-                f"the engine's loader failed while it was traced, at checkpoint tensor {mode.current!r}: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}"
-            ) from error
+        _traced(
+            lambda: load_weights((name, mode.logical(name, spec)) for name, spec in catalog.items()),
+            lambda: f"the engine's loader failed while it was traced, at checkpoint tensor {mode.current!r}",
+        )
+        counts, mode.tape.loaded = recorder.counts(), len(mode.tape.steps)
+        if end is not None:
+            _traced(end, lambda: "the engine's end of an update session failed while it was traced")
     for name, t in parameters.items():
         if _memory(t) != before[name]:
             raise DescribeError(
@@ -194,9 +204,21 @@ def trace_loader(
         tuple(recorder.regions),
         tuple(recorder.fills),
         tuple(recorder.opaque),
-        tuple(recorder.elsewhere),
         frozenset(recorder.used),
+        recorder.written_since(counts),
+        mode.tape,
+        mode.alive(),
     )
+
+
+def _traced(work: Callable[[], object], what: Callable[[], str]) -> None:
+    """Runs what is traced. What it raises becomes a DescribeError that begins with `what`."""
+    try:
+        work()
+    except DescribeError:
+        raise
+    except Exception as error:
+        raise DescribeError(f"{what()}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _memory(t: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:

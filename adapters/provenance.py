@@ -48,7 +48,8 @@ class Record:
     dtype: torch.dtype
     pieces: list[Piece] = field(default_factory=list)
     computed: frozenset[str] | None = None
-    alive: object = None
+    alive: StorageWeakRef = field(kw_only=True)
+    """The weak reference keeps its address from being used for another one."""
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
     sink = SglangSink.from_model_runner(scheduler.tp_worker.model_runner)
     layout = sink.describe()
 
-Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place: what
-SGLang derives from them (MLA's `w_kc` and `w_vc`) is its own business at the end of the update session, and is named in
-the notes.
+Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place.
+Tensors that SGLang's loader computes from them are named in the notes: the end of an update session computes some anew
+(MLA's `w_kc` and `w_vc`), `settle` does the others (the `gemma_weight` of GemmaRMSNorm), what neither can is refused.
 """
 
 from __future__ import annotations
@@ -27,18 +27,25 @@ from weightcast.adapters.sglang_experts import (
     sglang_version,
 )
 from weightcast.adapters.sglang_slots import Held, describe_global, describe_slots
-from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.errors import DescribeError, StalePlanError, UpdateError
 from weightcast.transfer.layout import NO_SLOT, LayoutBuilder, LayoutNotes, RankLayout, TensorSpec
 from weightcast.transfer.placement import RankPlacement
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SglangSink"]
+    from weightcast.adapters.derived import Refresh
+    from weightcast.adapters.snapshot import Bound, Snapshot
 
+__all__ = ["SglangSink", "refuse_guarded"]
+
+_TRUE = ("1", "true")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_UNQUANTISED = "sglang.srt.layers.quantization.unquant"
 _KEEPS_LAYOUT = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-"""Quantisation methods whose `process_weights_after_loading` leaves the loader's layout as it is."""
+"""Quantisation methods of the module `_UNQUANTISED` whose `process_weights_after_loading` leaves the loader's layout as
+it is, but for what `_rearranged` names; so an update session in which nothing is written changes nothing.
+"""
 
 
 class _Writes(NamedTuple):
@@ -63,6 +70,7 @@ class SglangSink:
         self._catalog = dict(catalog)
         self._rank = rank
         self._as_loaded = as_loaded
+        self._refresh: Refresh | None = None
 
     @classmethod
     def from_model_runner(cls, runner: Any, catalog: Mapping[str, TensorSpec] | None = None) -> SglangSink:
@@ -78,25 +86,41 @@ class SglangSink:
     def describe(self) -> RankLayout:
         """Every byte of every parameter as regions or padding. Raises DescribeError or AgreementError, see `Sink`.
 
-        Changes no weight, and must not run while experts are moved or weights are loaded.
+        Leaves the model as it was, whether it succeeds or not, and must not run while experts are moved, weights are
+        loaded or the model computes.
         """
         try:
             return self._describe()
         except DescribeError as error:
             raise type(error)(f"rank {self._rank}: {error}") from error
 
+    def settle(self) -> None:
+        """Recomputes tensors that SGLang's loader computes from parameters and its end of a session does not.
+
+        Called after that end, once every parameter is written. Raises UpdateError.
+        """
+        if self._refresh is None:
+            raise UpdateError(f"rank {self._rank} was not described, so what to compute anew is not known")
+        try:
+            self._refresh.run()
+        except StalePlanError as error:
+            raise StalePlanError(f"rank {self._rank}: {error}") from error
+        except Exception as error:
+            names = ", ".join(self._refresh.recomputed[:4])
+            raise UpdateError(
+                f"rank {self._rank}: {names} could not be computed anew: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+
     def _describe(self) -> RankLayout:
         layers = find_layers(self._model)
         placement = read_placement(layers)
         self._check_methods()
         tensors = dict(_tensors(self._model))
-        attributes = _Attributes(self._model)
-        trace = trace_loader(attribute(self._model, "load_weights"), tensors, self._catalog)
-        derived = attributes.restore() | attributes.names(w.target for w in trace.elsewhere if not w.tensors)
-        _refuse_untraceable(trace)
+        required = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        trace, refresh = self._trace(tensors, required)
         builder, padding = LayoutBuilder(), 0
         writes = _by_parameter(trace)
-        required = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         kept = [name for name in tensors if name in required or name in writes]
         experts = {f"{m.name}.": m for m in layers}
         for name in kept:
@@ -107,12 +131,36 @@ class SglangSink:
         notes = LayoutNotes(
             parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in kept),
             padding_bytes=padding,
-            derived=tuple(sorted(derived)),
+            derived=tuple(sorted({*refresh.rewritten, *refresh.recomputed})),
             left_out=tuple(self._left_out(trace.used)),
             dispatch=dispatch,
             dispatch_shared=shared,
         )
+        self._refresh = refresh
         return builder.build(placement, notes)
+
+    def _trace(self, tensors: Mapping[str, torch.Tensor], required: set[str]) -> tuple[Trace, Refresh]:
+        """Traces the loader and the end of an update session, and puts back what they change about the model."""
+        from weightcast.adapters.derived import find_derived
+        from weightcast.adapters.snapshot import Snapshot
+
+        modules = self._model.named_modules()
+        methods = [(f"{path}.quant_method", m.quant_method) for path, m in modules if _has_method(m)]
+        with Snapshot(self._model, methods) as snapshot:
+            loaded: list[Bound] = []
+
+            def end() -> None:
+                _refuse_surgery(snapshot)
+                loaded.extend(snapshot.rebound())
+                if not self._as_loaded:
+                    _end_session(self._model)
+
+            trace = trace_loader(attribute(self._model, "load_weights"), tensors, self._catalog, end)
+            _refuse_surgery(snapshot)
+            computed = {w.parameter for w in trace.opaque} - required - {r.parameter for r in trace.regions}
+            _refuse_untraceable(trace, computed)
+            parameters = {name: t for name, t in tensors.items() if name not in computed}
+            return trace, find_derived(trace, parameters, loaded, snapshot.rebound(), snapshot)
 
     def _add(self, builder: LayoutBuilder, held: list[Held]) -> None:
         for region in held:
@@ -143,28 +191,26 @@ class SglangSink:
 
     def _check_methods(self) -> None:
         """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
+        refuse_guarded(self._model)
         for name, module in self._model.named_modules():
             if getattr(module, "use_intel_amx_backend", False):
                 raise DescribeError(
                     f"module {name!r}: its weights are packed for AMX, which cannot be written in place"
                 )
-            method = type(getattr(module, "quant_method", None) or None).__name__
-            if method not in _KEEPS_LAYOUT and hasattr(
-                module.__dict__.get("quant_method"), "process_weights_after_loading"
-            ):
+            # The method of experts is a module itself; what a wrapper only passes on is no method of its own.
+            method = module.__dict__.get("quant_method") or module._modules.get("quant_method")
+            if not hasattr(method, "process_weights_after_loading"):
+                continue
+            kind = type(method)
+            if kind.__module__ != _UNQUANTISED or kind.__name__ not in _KEEPS_LAYOUT:
                 if self._as_loaded:
                     continue
                 raise DescribeError(
-                    f"module {name!r}: quantisation method {method} of SGLang {sglang_version()} may rearrange weights "
-                    "after loading; weightcast does not write such weights in place"
+                    f"module {name!r}: quantisation method {kind.__name__} of SGLang {sglang_version()} may rearrange "
+                    "weights after loading; weightcast does not write such weights in place"
                 )
-            if method == "UnquantizedFusedMoEMethod" and os.environ.get("SGLANG_USE_AITER", "0").lower() in (
-                "1",
-                "true",
-            ):
-                raise DescribeError(
-                    f"module {name!r}: AITER shuffles its weights after loading (SGLANG_USE_AITER is set)"
-                )
+            if kind.__name__ == "UnquantizedFusedMoEMethod" and (reason := _rearranged(method, module)):
+                raise DescribeError(f"module {name!r}: {reason}")
 
     def _left_out(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
         """Checkpoint tensors that no rank of the instance holds, with the reason; not those that other ranks hold."""
@@ -184,58 +230,75 @@ class SglangSink:
                 yield name, "the output head is tied to the embedding"
 
 
-class _Attributes:
-    """Tensors that modules keep as plain attributes, neither parameters nor buffers; derived from weights."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._before = dict(self._read())
-
-    def _read(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        for path, module in self._model.named_modules():
-            for key, value in vars(module).items():
-                if value is None or _is_tensor(value):
-                    yield (path, key), value
-
-    def restore(self) -> set[str]:
-        """Puts back attributes that were bound to other tensors since, and returns their names."""
-        changed = set()
-        for (path, key), value in dict(self._read()).items():
-            before = self._before.get((path, key))
-            if value is before or not _is_tensor(value):
-                continue
-            setattr(self._model.get_submodule(path), key, before)
-            changed.add(_joined(path, key))
-        return changed
-
-    def names(self, targets: Iterator[torch.Tensor]) -> set[str]:
-        """The names of the attributes that some tensors are views of."""
-        storages = {t.untyped_storage()._cdata for t in targets}
-        return {
-            _joined(path, key)
-            for (path, key), value in self._before.items()
-            if value is not None and value.untyped_storage()._cdata in storages
-        }
+def _has_method(module: torch.nn.Module) -> bool:
+    return hasattr(module.__dict__.get("quant_method"), "__dict__")
 
 
-def _joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+def refuse_guarded(model: torch.nn.Module) -> None:
+    """Raises DescribeError with SGLang's own sentence where it would refuse an update of the weights of `model`.
+
+    Its updates ask these two before they write (0.5.23, `model_executor/model_runner_components/weight_updater.py`).
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    reason = attribute(weight_updater, "_unsupported_derived_weight_cache_error")(model)
+    try:
+        attribute(weight_updater.WeightUpdater, "_assert_weight_cache_inactive")(
+            None, "update_weights_from_distributed"
+        )
+    except RuntimeError as error:
+        reason = reason or str(error)
+    if reason is not None:
+        raise DescribeError(f"SGLang {sglang_version()} refuses updates of this model: {' '.join(reason.split())}")
 
 
-def _is_tensor(value: object) -> bool:
+def _rearranged(method: Any, module: torch.nn.Module) -> str:
+    """What SGLang does to unquantised experts after loading, and what to do about it; empty where it does nothing.
+
+    After `UnquantizedFusedMoEMethod.process_weights_after_loading` (0.5.23, `layers/quantization/unquant.py`).
+    """
+    from sglang.srt.environ import envs
+
+    if attribute(method, "use_flashinfer_trtllm_moe"):
+        return (
+            "FlashInfer's TRT-LLM kernels keep its experts in blocks, which are not the trainer's bytes; start the "
+            "server with --moe-runner-backend triton"
+        )
+    if attribute(method, "w13_swiglu_interleaved") or attribute(envs, "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED").get():
+        return (
+            "its gate and up rows are interleaved after loading, so they are not the trainer's bytes; unset "
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+        )
+    if attribute(method, "_aiter_runner") is not None or os.environ.get("SGLANG_USE_AITER", "0").lower() in _TRUE:
+        return "AITER shuffles its weights after loading; unset SGLANG_USE_AITER"
+    if hasattr(module, "w13_kernel"):
+        return "Ascend's kernels convert its weights after loading; weightcast does not write such weights in place"
+    return ""
+
+
+def _end_session(model: torch.nn.Module) -> None:
+    """What `end_weight_update` of SGLang 0.5.23 does to a model in whose session no load call ran.
+
+    Source: `model_executor/model_runner_components/weight_updater.py`, with `run_post_load`.
+    """
     import torch
+    from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 
-    return isinstance(value, torch.Tensor)
+    post_load_weights(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    DefaultModelLoader.postprocess_weights(model, device)
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then persistent buffers, by name, without those that lie inside an earlier one (tied weights)."""
+    from weightcast.adapters.snapshot import joined
+
     seen: dict[int, list[tuple[int, int]]] = {}
     named = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                named.append((_joined(path, key), buffer))
+                named.append((joined(path, key), buffer))
     for name, t in named:
         if t.numel() == 0:
             continue
@@ -252,20 +315,26 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, t
 
 
-def _refuse_untraceable(trace: Trace) -> None:
-    if trace.opaque:
-        w = trace.opaque[0]
+def _refuse_surgery(snapshot: Snapshot) -> None:
+    if (change := snapshot.surgery()) is not None:
+        raise DescribeError(f"the engine's loader {change}")
+
+
+def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:
+    """Refuses writes into parameters that are no copies of checkpoint tensors; `computed` are buffers instead."""
+    for name in sorted(trace.at_end - computed):
+        raise DescribeError(
+            f"parameter {name!r}: the engine writes it at the end of an update session, so what is received would not "
+            "be what is served"
+        )
+    opaque = [write for write in trace.opaque if write.parameter not in computed]
+    if opaque:
+        w = opaque[0]
         raise DescribeError(
             f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with "
             f"{w.operator}, "
-            f"{w.why}; {len(trace.opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
+            f"{w.why}; {len(opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
         )
-    for other in trace.elsewhere:
-        if other.tensors:
-            raise DescribeError(
-                f"checkpoint tensor {other.tensors[0]!r} is loaded ({other.operator}) into a tensor of shape "
-                f"{list(other.target.shape)} that is neither a parameter nor a persistent buffer"
-            )
 
 
 def _by_parameter(trace: Trace) -> dict[str, _Writes]:

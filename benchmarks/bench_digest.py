@@ -2,6 +2,9 @@
 
     python benchmarks/bench_digest.py [--mib 256] [--device cpu]
 
+The values are those of weights, of which no number is 2 or more; "to 8" are larger, and their blocks are read twice to
+find those that are infinite or no number.
+
 `prepared` is what an update does: a Digester that was made before, scanning with numba's loops on a CPU. `torch` is
 `digest`, without numba. Times are CPU seconds of this process on a CPU, so that a busy machine disturbs them less, and
 wall seconds elsewhere.
@@ -41,15 +44,16 @@ def seconds(call: Callable[[], object], device: torch.device, repeat: int = 5) -
 
 
 def measure_large(mib: int, device: torch.device) -> None:
-    raw = torch.randint(-(2**31), 2**31, (mib << 18,), dtype=torch.int64).to(torch.int32).to(device)
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8):
-        flat = raw.view(dtype)
+    weights = torch.randn(mib << 18).mul_(0.02).to(device)
+    kinds = (weights.bfloat16().repeat(2), weights, weights.view(torch.uint8), weights.bfloat16().repeat(2).mul_(100.0))
+    for number, flat in enumerate(kinds):
+        dtype = f"{flat.dtype}".removeprefix("torch.") + (", to 8" if number == 3 else "")
         for width, label in SHAPES:
             view = flat[: flat.numel() // width * width].view(-1, width)
             row(f"{dtype}, {label}", view, None, device)
         view = flat[: flat.numel() // 7168 * 7168].view(-1, 7168).t()
         row(f"{dtype}, transposed", view, None, device)
-    row("float32 as bfloat16", raw.view(torch.float32).view(-1, 2048), torch.bfloat16, device)
+    row("float32 as bfloat16", weights.view(-1, 2048), torch.bfloat16, device)
 
 
 def row(label: str, view: torch.Tensor, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -76,7 +80,7 @@ def prepare(views: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> 
 
 def measure_small(device: torch.device, count: int = 5000) -> None:
     """Boxes of 4 KiB: `count` experts of 16 x 128 in one parameter."""
-    slots = torch.randn(count, 16, 128).bfloat16().to(device)
+    slots = torch.randn(count, 16, 128).mul_(0.02).bfloat16().to(device)
     digester, some = prepare(list(slots)), range(200)
     full = seconds(digester.run, device) / count * 1e6
     sampled = seconds(lambda: digester.run(Sample(3)), device) / count * 1e6

@@ -29,6 +29,7 @@ import uvloop
 
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.tokens import make_token
 from weightcast.transfer import wire
 from weightcast.transfer.layout import RankReport, Region, RegionTable, TensorSpec
@@ -48,6 +49,10 @@ class Connection(asyncio.Protocol):
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._received = b""
         self.requests = 0
+
+    def speak_as(self, incarnation: Incarnation) -> None:
+        """That of a trainer rank, with every request from now on."""
+        self._head += f"{HEADER}: {incarnation}\r\n"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport, self._received = cast(asyncio.Transport, transport), b""
@@ -138,8 +143,8 @@ class Rank:
                     await self.c.ask("POST", f"{here}/ranks/{self.rank}/report?identity=x", self.report, MSGPACK)
                 elif order["action"] == "join":
                     part = wire.decode_part(await self.c.poll(f"{here}/parts/instance/{self.rank}"))
-                    await self.c.poll(f"{here}/rendezvous")
-                    await self.joined(here, f"{self.name} rank {self.rank}")
+                    await self.c.poll(f"{here}/instance/{self.rank}/rendezvous")
+                    await self.c.ask("POST", f"{here}/instance/{self.rank}/joined")
                 elif order["action"] == "prepare" and part is not None:
                     ready = f"{here}/ranks/{self.rank}/ready?wait={WAIT}"
                     _, told = await self.c.ask("POST", ready, b'{"stale": "", "layers": []}')
@@ -147,9 +152,6 @@ class Rank:
                     after = go["number"] + 1
                     path = f"{here}/instance/{self.rank}/digests?version={go['version']}&after={after}&wait={WAIT}"
                     _, body = await self.c.ask("POST", path, digests_of(part, go["version"]), MSGPACK)
-
-    async def joined(self, here: str, member: str) -> None:
-        await self.c.ask("POST", f"{here}/joined", json.dumps({"member": member}).encode())
 
 
 class Trainer:
@@ -164,14 +166,18 @@ class Trainer:
 
     async def connect(self) -> None:
         await asyncio.gather(self.own.open(), *(c.open() for c in self.connections.values()))
-        await self.own.ask("POST", f"/pairs/p/trainer/{self.rank}/report?start=a", self.report, MSGPACK)
+        path, start = f"/pairs/p/trainer/{self.rank}/report", f"{self.rank}.1"
+        _, body = await self.own.ask("POST", f"{path}?start={start}", self.report, MSGPACK)
+        told = json.loads(body)
+        for connection in (self.own, *self.connections.values()):
+            connection.speak_as(Incarnation(self.rank, told["generation"], told["boot"], start))
         if self.rank == 0:
             await self.own.ask("POST", "/pairs/p/connect")
         await self.follow("connected")
 
     async def update(self, version: int) -> None:
-        body = json.dumps({"rank": self.rank, "version": version}).encode()
-        await self.own.ask("POST", "/pairs/p/offers", body)
+        body = json.dumps({"version": version}).encode()
+        await self.own.ask("POST", f"/pairs/p/trainer/{self.rank}/offers", body)
         await self.own.poll(f"/pairs/p/updates/{version}/instances")
         await self.follow("end")
         result = json.loads(await self.own.poll(f"/pairs/p/updates/{version}"))
@@ -197,9 +203,12 @@ class Trainer:
         if order["action"] == "join":
             self.parts[name] = part = wire.decode_part(await c.poll(f"{here}/parts/trainer/{self.rank}"))
             if part.group_rank == 0:
-                await c.ask("PUT", f"{here}/rendezvous", b'{"host": "127.0.0.1", "port": 29500}')
-            body = json.dumps({"member": f"trainer rank {self.rank}"}).encode()
-            await c.ask("POST", f"{here}/joined", body)
+                where = b'{"host": "127.0.0.1", "port": 29500}'
+                await c.ask("PUT", f"{here}/trainer/{self.rank}/rendezvous", where)
+            await c.ask("POST", f"{here}/trainer/{self.rank}/joined")
+        elif order["action"] == "prepare":
+            path = f"{here}/trainer/{self.rank}/digests?version={order['version']}&first=true"
+            await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)
         elif order["action"] == "run":
             path = f"{here}/trainer/{self.rank}/digests?version={order['version']}"
             await c.ask("POST", path, digests_of(self.parts[name], order["version"]), MSGPACK)

@@ -14,6 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,7 +26,7 @@ from fault_model import Seen, Sink, Source, fill
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.membership import Member
 from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.errors import PairStateError, WeightcastError
 from weightcast.transfer.runs import MemoryAt
 
 __all__ = ["PAIR", "run_engine", "run_trainer"]
@@ -125,6 +127,20 @@ def before(owner: Any, name: str, act: Callable[[], None]) -> None:
     setattr(owner, name, outer)
 
 
+def step(source: Source, version: int, seed: int) -> None:
+    """Weights take the step to `version` one after the other, the first at once, the others beside the caller."""
+    chance, pieces = random.Random(seed), list(source.pieces)
+    chance.shuffle(pieces)
+    fill(pieces[:1], version)
+
+    def rest() -> None:
+        for piece in pieces[1:]:
+            time.sleep(chance.choice((0.0, 0.001, 0.01)))
+            fill([piece], version)
+
+    threading.Thread(target=rest).start()
+
+
 def drop(port: int, gateway: bool) -> None:
     """Cuts this process's connections: those to the gateway at `port`, or all others."""
     for name in os.listdir("/proc/self/fd"):
@@ -136,26 +152,47 @@ def drop(port: int, gateway: bool) -> None:
             continue  # no socket, or one that is not connected
 
 
-def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -> None:
-    """Serves the script: ("connect",), ("update", version), ("arm", phase, instance), ("end",)."""
+def run_trainer(rank: int, world: int, url: str, token: str, options: dict[str, Any], pipe: Connection) -> None:
+    """Serves the script: ("connect",), ("update", version, the version whose content it holds then), ("torn", version,
+    seed), ("arm", phase, instance), ("ended?",), ("end",). A rank that is told to connect again does.
+
+    In a torn update the weights are those of the version before; with a seed they take their step when the rank has
+    reported digests for the first time.
+    """
     _quiet()
     port = int(url.rpartition(":")[2])
     source = Source(rank)
     flips: list[int] = []
     watched = [""]
-    control = Control(pipe, {"drop": lambda gateway: drop(port, gateway), "flip": flips.append})
-    worker = TrainerWorker(url, PAIR, source, rank=rank, world_size=world, token=token)
+    steps: list[Callable[[], None]] = []
+    acts: dict[str, Callable[..., object]] = {
+        "drop": lambda gateway: drop(port, gateway),
+        "flip": flips.append,
+        "step": lambda version: fill(source.pieces, version),
+    }
+    control = Control(pipe, acts)
+    worker = TrainerWorker(url, PAIR, source, rank=rank, world_size=world, token=token, **options)
     watch_executors(control, flips, lambda member: member.part.instance == watched[0])
     before(worker._client, "offer", lambda: control.at("offer"))
+    before(worker._client, "begun", lambda: control.at("begun"))
+    report = worker._client.digests
+
+    def stepping(*arguments: Any, **which: Any) -> Any:
+        answer = report(*arguments, **which)
+        with suppress(IndexError):
+            steps.pop()()
+        return answer
+
+    worker._client.digests = stepping  # type: ignore[method-assign]
 
     def named(method: str, phase: str, name_at: int, last: str = "") -> None:
         inner = getattr(worker, method) if hasattr(worker, method) else getattr(worker._client, method)
 
-        def outer(*arguments: Any) -> Any:
-            mine = arguments[name_at] == watched[0]
+        def outer(*arguments: Any, **which: Any) -> Any:
+            mine = arguments[name_at] == watched[0] and not which.get("first")
             if mine:
                 control.at(phase)
-            result = inner(*arguments)
+            result = inner(*arguments, **which)
             if mine and last:
                 control.at(last)
             return result
@@ -173,18 +210,33 @@ def run_trainer(rank: int, world: int, url: str, token: str, pipe: Connection) -
             watched[0] = arguments[1]
             control.arm(arguments[0])
             pipe.send(("armed",))
-            continue
-        try:
-            if what == "connect":
-                pipe.send(("done", worker.connect()))
-            else:
-                fill(source.pieces, arguments[0])
-                pipe.send(("done", worker.update(arguments[0]).instances))
-        except WeightcastError as error:
-            pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        elif what == "ended?":
+            pipe.send(("ended",))
+        elif what in ("connect", "update", "torn"):
+            if what == "torn" and arguments[1] is not None:
+                steps.append(partial(step, source, *arguments))
+            pipe.send(_answer(worker, source, what, *arguments))
 
 
-def run_engine(name: str, rank: int, world: int, number: int, url: str, token: str, pipe: Connection) -> None:
+def _answer(
+    worker: TrainerWorker, source: Source, what: str, version: int = 0, content: int | None = 0
+) -> tuple[str, Any]:
+    try:
+        if what == "connect":
+            return "done", worker.connect()
+        if what == "update" and content is not None:
+            fill(source.pieces, content)
+        return "done", worker.update(version).instances
+    except WeightcastError as error:
+        if isinstance(error, PairStateError) and "call connect() again" in str(error):
+            with suppress(WeightcastError):
+                worker.connect()
+        return "failed", f"{type(error).__name__}: {error}"
+
+
+def run_engine(
+    name: str, rank: int, world: int, number: int, url: str, token: str, backend: str, pipe: Connection
+) -> None:
     """Serves orders of the gateway and the script: ("see",), ("arm", phase), ("end",)."""
     _quiet()
     port = int(url.rpartition(":")[2])
@@ -200,7 +252,7 @@ def run_engine(name: str, rank: int, world: int, number: int, url: str, token: s
         "skip": lambda: sink.slots[0, 0].copy_(kept["slot"]),
     }
     control = Control(pipe, acts)
-    worker = InstanceWorker(url, PAIR, name, sink, rank=rank, world_size=world, token=token)
+    worker = InstanceWorker(url, PAIR, name, sink, rank=rank, world_size=world, token=token, backend=backend)
     watch_executors(control, [], lambda _: True)
     before(worker, "_register", lambda: control.at("register"))
     before(worker, "_join", lambda: control.at("join"))

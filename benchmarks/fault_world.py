@@ -37,6 +37,8 @@ SETTINGS: dict[str, float] = {
     "silence": 4.0,
     "outage": 10.0,
 }
+WRONG = 5_000
+"""Added to a version it is one whose content no trainer that is believed ever holds."""
 LONGEST = 45.0
 """Seconds within which every update is over: all deadlines that can follow one another in a run with one fault."""
 
@@ -100,19 +102,33 @@ def serve_gateway(port: int, state: str, token: str, log: str, _: Connection) ->
     os.dup2(out, 2)
     from weightcast.cli import main
 
-    sys.exit(main(["gateway", "--port", str(port), "--state", state, "--log", "json"]))
+    sys.exit(main(["gateway", "--port", str(port), *(("--state", state) if state else ()), "--log", "json"]))
 
 
 class World:
-    """All processes. Everything is started on entry and ended on exit."""
+    """All processes. Everything is started on entry and ended on exit.
 
-    def __init__(self, work: Path, commit: str) -> None:
+    `zombies` are trainer processes that others have replaced and that still live, by rank. `options` are those of
+    `TrainerWorker`; `settings` are the pair's, `remembers` gives the gateway a state file.
+    """
+
+    def __init__(
+        self,
+        work: Path,
+        commit: str = "each",
+        *,
+        bucket_bytes: int = 64 << 10,
+        settings: dict[str, float] = SETTINGS,
+        remembers: bool = True,
+        **options: Any,
+    ) -> None:
         self._context = get_context("forkserver")
         # Imported once and inherited by all: torch alone takes seconds.
         self._context.set_forkserver_preload(
             ["torch", "fault_ranks", "weightcast.cli", "uvicorn", "weightcast.gateway.app"]
         )
-        self._work, self._commit = work, commit
+        self._work, self._commit, self._bucket_bytes = work, commit, bucket_bytes
+        self._settings, self._remembers, self._options = settings, remembers, options
         self._token = make_token()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -120,27 +136,37 @@ class World:
         self.url = f"http://127.0.0.1:{self.port}"
         self.version = 0
         self.frozen: Process | None = None
+        self.zombies: dict[int, Process] = {}
+        self._renewed: set[int] = set()
+        self.torn: dict[int, int | None] = {}
+        """Trainer ranks whose weights change within the next update, and a seed for those that do so by themselves."""
         self.maps = dict.fromkeys(INSTANCES, 0)
 
     def __enter__(self) -> World:
         self.client = GatewayClient(self.url, self._token, timeout=20.0)
         self.start_gateway()
-        instances = {name: {"kind": "worker", "world_size": world} for name, world in INSTANCES.items()}
-        self.client.create_pair(fault_ranks.PAIR, TRAINERS, instances, SETTINGS, 64 << 10, self._commit)
+        self.create_pair()
         self.trainers = [self.start_trainer(rank) for rank in range(TRAINERS)]
         self.engines = {
             (name, rank): self.start_engine(name, rank) for name in INSTANCES for rank in range(INSTANCES[name])
         }
         return self
 
+    def create_pair(self) -> None:
+        """As whoever starts a trainer does; the same again changes nothing."""
+        backend = self._options.get("backend", "tcp")
+        instances = {n: {"kind": "worker", "world_size": world, "backend": backend} for n, world in INSTANCES.items()}
+        self.client.create_pair(fault_ranks.PAIR, TRAINERS, instances, self._settings, self._bucket_bytes, self._commit)
+
     def __exit__(self, *_: object) -> None:
         self.client.close()
-        for process in (*self.trainers, *self.engines.values(), self.gateway):
+        for process in (*self.trainers, *self.zombies.values(), *self.engines.values(), self.gateway):
             process.signal(signal.SIGCONT)
             process.kill()
 
     def start_gateway(self) -> None:
-        arguments = (self.port, str(self._work / "state"), self._token, str(self._work / "gateway.log"))
+        state = str(self._work / "state") if self._remembers else ""
+        arguments = (self.port, state, self._token, str(self._work / "gateway.log"))
         self.gateway = Process(self._context, "the gateway", serve_gateway, *arguments)
         limit = time.monotonic() + 30.0
         while True:
@@ -152,11 +178,12 @@ class World:
                 time.sleep(0.05)
 
     def start_trainer(self, rank: int) -> Process:
-        arguments = (rank, TRAINERS, self.url, self._token)
+        arguments = (rank, TRAINERS, self.url, self._token, self._options)
         return Process(self._context, f"trainer rank {rank}", fault_ranks.run_trainer, *arguments)
 
     def start_engine(self, name: str, rank: int) -> Process:
-        arguments = (name, rank, INSTANCES[name], self.maps[name], self.url, self._token)
+        backend = self._options.get("backend", "tcp")
+        arguments = (name, rank, INSTANCES[name], self.maps[name], self.url, self._token, backend)
         return Process(self._context, f"{name} rank {rank}", fault_ranks.run_engine, *arguments)
 
     def everyone(self) -> list[Process]:
@@ -164,6 +191,43 @@ class World:
 
     def instance(self, name: str) -> list[Process]:
         return [process for (owner, _), process in self.engines.items() if owner == name]
+
+    def replace(self, *ranks: int) -> None:
+        """Stops trainer ranks, and starts a process in place of each, which connects: what a supervisor does that has
+        lost sight of them. Those that are stopped are the zombies.
+        """
+        for rank in ranks:
+            self.trainers[rank].stop()
+        self._renewed.update(ranks)
+        for rank in ranks:
+            self.zombies[rank], self.trainers[rank] = self.trainers[rank], self.start_trainer(rank)
+            self.trainers[rank].send("connect")
+
+    def haunt(self, version: int) -> None:
+        """The zombies go on where they were; then they send other weights than the trainer's as `version`."""
+        for zombie in self.zombies.values():
+            zombie.signal(signal.SIGCONT)
+            zombie.send("go")
+            zombie.send("update", version, version + WRONG)
+            zombie.send("connect")
+            zombie.send("update", version, version + WRONG)
+            zombie.send("ended?")
+
+    def lay(self, seconds: float = LONGEST) -> list[list[Any]]:
+        """Ends the zombies; what each said at the end of what it was in, and of the three things that `haunt` made it
+        do.
+        """
+        said: list[list[Any]] = []
+        for zombie in self.zombies.values():
+            said.append([])
+            while (answer := zombie.receive(seconds)) not in (None, ("ended",)):
+                if answer[0] == "at":
+                    zombie.send("go")
+                else:
+                    said[-1].append(answer)
+            zombie.kill()
+        self.zombies.clear()
+        return said
 
     def connect(self, seconds: float = LONGEST) -> list[Any]:
         """All trainer ranks connect; what each said."""
@@ -181,8 +245,11 @@ class World:
     def begin(self) -> int:
         """All trainer ranks begin to bring a new version; it ends with `end`."""
         self.version += 1
-        for trainer in self.trainers:
-            trainer.send("update", self.version)
+        for rank, trainer in enumerate(self.trainers):
+            if rank in self.torn:
+                trainer.send("torn", self.version, self.torn.pop(rank))
+            else:
+                trainer.send("update", self.version, self.version)
         return self.version
 
     def end(self, at: Callable[[Process, str], None], seconds: float = LONGEST) -> list[Any]:
@@ -191,6 +258,7 @@ class World:
         `at` is called with every process that stops at the phase that it is armed with.
         """
         said: dict[int, Any] = {}
+        self._renewed.clear()
         deadline = time.monotonic() + seconds
         while len(said) < len(self.trainers):
             if {rank for rank, t in enumerate(self.trainers) if t is not self.frozen} <= said.keys():
@@ -198,6 +266,9 @@ class World:
             processes = {p.pipe: p for p in self.everyone() if p.alive or p.pipe.poll(0.0)}
             for pipe in wait(list(processes), 0.1):
                 self._hear(processes[pipe], at, said)
+            for rank in self._renewed:  # what counts is what the process says that is there now
+                said.pop(rank, None)
+            self._renewed.clear()
             if time.monotonic() > deadline:
                 late = [self.trainers[rank].label for rank in range(len(self.trainers)) if rank not in said]
                 raise HungError(f"{', '.join(late)} did not end the update within {seconds:g} s")

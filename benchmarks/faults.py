@@ -34,17 +34,22 @@ ENGINE_PHASES = ("prepare", "transfer", "verify", "commit")
 CONNECT_PHASES = ("register", "join")
 WRONG_MEMORY = ("flip", "corrupt", "swap", "skip")
 """Faults that have to be found, and to fence, every time."""
+FOUND = dict.fromkeys(WRONG_MEMORY, "digest") | {"torn": "weights changed during update()"}
+"""What has to be said of them, and of weights that change."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One update with one fault. `where` is whom or what it hits, `concerned` are the instances it may keep back."""
+    """One update with one fault. `where` is whom or what it hits, `concerned` are the instances it may keep back,
+    `haunts` when a trainer process that was replaced goes on: beside the next update, or after it.
+    """
 
     kind: str
     where: str = ""
     concerned: tuple[str, ...] = NAMES
     version: int = 0
     happened: bool = False
+    haunts: str = ""
     fenced: bool | None = None
     seconds: float = 0.0
     faults: list[str] = field(default_factory=list)
@@ -152,12 +157,61 @@ def drop(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callabl
     return _once(run, lambda stopped: stopped.send("drop", gateway))
 
 
+def zombie(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """Trainer ranks stand still in an update, all or one of them, and are replaced; the next update comes; then they
+    go on where they were, offer and send, and connect anew.
+    """
+    stopped, name = chance.choice(world.trainers), chance.choice(NAMES)
+    ranks = range(TRAINERS) if chance.random() < 0.5 else [world.trainers.index(stopped)]
+    # Who has reported its digests may be done before it is replaced; then nobody tells the other ranks.
+    phase = chance.choice(TRAINER_PHASES if len(ranks) == TRAINERS else TRAINER_PHASES[:-1])
+    run.haunts = chance.choice(("beside", "after"))
+    world.arm(stopped, phase, name)
+    run.where = f"trainer rank {', '.join(map(str, ranks))} at {phase}, {run.haunts} the next"
+
+    def at(process: Process, phase: str) -> None:
+        run.happened = True
+        world.replace(*ranks)
+
+    return at
+
+
+def _lay(world: World, run: Run) -> None:
+    """Every zombie was told by whom it was replaced, whatever it asked."""
+    for said in world.lay():
+        refused = [answer for answer in said[-3:] if answer[0] == "failed" and answer[1].startswith("DisplacedError: ")]
+        if len(refused) < 3:
+            run.faults.append(f"a process that was replaced was believed: {said}")
+
+
 def flip(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
     """One bit of what a trainer rank sends changes on the way."""
     process, name = chance.choice(world.trainers), chance.choice(NAMES)
     world.arm(process, "run", name)
     run.where, run.concerned = f"{process.label} to {name}", (name,)
     return _once(run, lambda stopped: stopped.send("flip", chance.randrange(1 << 30)))
+
+
+def torn(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """A rank's weights change within the update: one after the other, as soon as it has reported digests.
+
+    By chance another rank is late: it has not begun when the first one is done, as far as that can be, and takes the
+    same step before it goes on. Had both sides digests of what was sent alone, they would agree.
+    """
+    first, other = chance.sample(range(TRAINERS), 2)
+    world.torn, run.happened = {first: chance.randrange(1 << 30)}, True
+    run.where = f"trainer rank {first}"
+    if chance.random() < 0.5:
+        world.torn[other] = None
+        world.arm(world.trainers[other], "begun")
+        run.where += f", rank {other} late"
+
+    def at(process: Process, _: str) -> None:
+        time.sleep(0.3)
+        process.send("step", world.version)
+        process.send("go")
+
+    return at
 
 
 def _memory(act: tuple[object, ...]) -> Fault:
@@ -215,7 +269,9 @@ FAULTS: dict[str, Fault] = {
     "swap": _memory(("swap",)),
     "skip": skip,
     "move": move,
+    "torn": torn,
     "full disk": full_disk,
+    "zombie": zombie,
 }
 
 
@@ -247,11 +303,13 @@ def _judge(world: World, run: Run, said: list[object]) -> None:
     if not together:
         late = set(NAMES) - set(run.concerned) - committed
         run.faults += [f"{name} did not commit: {instances[name]['reason']} ({said})" for name in late]
-    if run.kind in WRONG_MEMORY and run.happened:
-        name = run.concerned[0]
-        run.fenced = bool(instances[name]["fenced"]) and "digest" in str(instances[name]["reason"])
-        if not run.fenced or name in committed:
-            run.faults.append(f"not found: {name} {instances[name]}")
+    if run.kind in FOUND and run.happened:
+        run.fenced = all(
+            instances[name]["fenced"] and FOUND[run.kind] in str(instances[name]["reason"]) and name not in committed
+            for name in run.concerned
+        )
+        if not run.fenced:
+            run.faults += [f"not found: {name} {instances[name]}" for name in run.concerned]
 
 
 def _recover(world: World, run: Run) -> None:
@@ -261,8 +319,15 @@ def _recover(world: World, run: Run) -> None:
     if dead:
         world.connect()
     version = world.begin()
+    if run.haunts == "beside":
+        world.haunt(version)
     said = world.end(_go)
     world.rest()
+    if run.haunts == "after":
+        world.haunt(version + 1)
+    if run.happened and run.haunts:
+        _lay(world, run)
+        world.rest()
     instances = world.status()["instances"]
     late = [name for name, i in instances.items() if i["version"] != version or not i["serves"]]
     run.faults += [f"{name} did not recover: {instances[name]['reason']}; {said}" for name in late]
@@ -322,7 +387,7 @@ def show(runs: list[Run], seconds: float, as_json: bool) -> None:
                     "fault": kind,
                     "runs": len(mine),
                     "happened": sum(run.happened for run in mine),
-                    "found": f"{sum(found)}/{len(found)}" if kind in WRONG_MEMORY else "",
+                    "found": f"{sum(found)}/{len(found)}" if kind in FOUND else "",
                     "good": sum(not run.faults for run in mine),
                     "slowest": round(max(run.seconds for run in mine), 1),
                 }

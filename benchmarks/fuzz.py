@@ -36,9 +36,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from weightcast.gateway.app import make_app
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.records import PairSpec
+from weightcast.gateway.settings import Settings
 from weightcast.gateway.tokens import Tokens
 from weightcast.transfer import wire
 from weightcast.transfer.errors import WeightcastError
@@ -47,6 +49,8 @@ from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 from weightcast.transfer.wire import DigestReport
 
 TOKEN = "fuzz-fuzz-fuzz-fuzz"
+START = "a.1"
+"""Of the trainer rank that is believed."""
 SLOWEST = 1.0
 """Seconds that an answer may take on a machine that does nothing else; ten times that counts as hanging."""
 GROWTH = 256 << 20
@@ -99,6 +103,7 @@ class Asked:
     kind: str = "application/json"
     body: bytes = b""
     token: str = TOKEN
+    incarnation: str = ""
 
 
 def reports() -> list[RankReport]:
@@ -126,14 +131,20 @@ def requests() -> list[Asked]:
         ("POST", "/pairs/p/trainer/0/beat", {}),
         ("POST", "/pairs/p/instances/i/ranks/0/beat", {"identity": "x"}),
         ("POST", "/pairs/p/instances/i/ranks/0/restarted", {}),
-        ("PUT", f"{base}/rendezvous", {"host": "127.0.0.1", "port": 29500}),
-        ("POST", f"{base}/joined", {"member": "trainer rank 0"}),
-        ("POST", f"{base}/failures", {"who": "trainer rank 0", "error": "TransferError", "message": "lost"}),
+        ("POST", "/pairs/p/trainer/0/offers", {"version": 1}),
+        ("PUT", f"{base}/trainer/0/rendezvous", {"host": "127.0.0.1", "port": 29500}),
+        ("POST", f"{base}/trainer/0/joined", {}),
+        ("POST", f"{base}/instance/0/joined", {}),
+        ("POST", f"{base}/trainer/0/failures", {"error": "TransferError", "message": "lost"}),
+        ("POST", f"{base}/instance/0/failures", {"error": "TransferError", "message": "lost"}),
         ("POST", f"{base}/ranks/0/ready", {"stale": "", "layers": [0, 1]}),
         ("POST", f"{base}/ranks/0/moved", {"version": 1, "layers": [0]}),
     ]
     asked = [
-        Asked("POST", "/pairs/p/trainer/0/report", "start=a", MSGPACK, trainer),
+        Asked("POST", "/pairs/p/trainer/0/report", f"start={START}", MSGPACK, trainer),
+        Asked(
+            "POST", "/pairs/p/trainer/0/report", "start=b.2&pid=5&was=1&resumes=true&takeover=true", MSGPACK, trainer
+        ),
         Asked("POST", f"{base}/ranks/0/report", "identity=a&uncommitted=false&verified=3", MSGPACK, instance),
         Asked("POST", f"{base}/trainer/0/digests", "version=1", MSGPACK, digests),
         Asked("GET", "/pairs"),
@@ -145,7 +156,7 @@ def requests() -> list[Asked]:
         Asked("GET", "/pairs/p/instances/i/orders", "after=0&known=x"),
         Asked("GET", "/pairs/p/orders", "after=0&known=x"),
         Asked("GET", f"{base}/parts/trainer/0"),
-        Asked("GET", f"{base}/rendezvous"),
+        Asked("GET", f"{base}/instance/0/rendezvous"),
         Asked("GET", f"{base}/go"),
     ]
     for method, path, body in bodies:
@@ -252,6 +263,9 @@ def mutated(asked: Asked, chance: random.Random) -> Asked:
         return replace(asked, path=of_text(asked.path, chance))
     if draw < 0.95 and asked.query:
         return replace(asked, query=of_text(asked.query, chance))
+    if draw < 0.96:
+        said = asked.incarnation
+        return replace(asked, incarnation=chance.choice(("", of_text(said, chance), *ODD_TEXTS) if said else ODD_TEXTS))
     if draw < 0.97:
         return replace(asked, kind=chance.choice(("", "text/plain", MSGPACK, "application/json", "\0")))
     return replace(asked, method=chance.choice(("GET", "PUT", "POST", "DELETE", "PATCH", "OPTIONS", "HEAD", "BREW")))
@@ -265,6 +279,8 @@ async def ask(app: Callable[..., Any], asked: Asked) -> tuple[int, bytes]:
     said: list[Any] = []
     headers = [(b"authorization", f"Bearer {asked.token}".encode()), (b"content-length", str(len(asked.body)).encode())]
     headers.append((b"content-type", asked.kind.encode()))
+    if asked.incarnation:
+        headers.append((HEADER.lower().encode(), asked.incarnation.encode("utf-8", "replace")))
     path = asked.path.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     scope = {"type": "http", "http_version": "1.1", "method": asked.method, "path": path, "raw_path": path.encode()}
     scope |= {
@@ -332,17 +348,22 @@ async def play(count: int, seed: int) -> tuple[Counter[int], list[str], int]:
     gateway = Gateway("127.0.0.1", 1)
     app = make_app(gateway, Tokens(TOKEN))
     seeds, chance = requests(), random.Random(seed)
-    spec = PairSpec("p", 1, {"i": EngineSpec("worker", 1)})
+    quick = dict.fromkeys(("offer", "register", "join", "prepare", "transfer", "verify", "clean_up"), 0.5)
+    spec = PairSpec("p", 1, {"i": EngineSpec("worker", 1)}, Settings(**quick))  # type: ignore[arg-type]
     statuses: Counter[int] = Counter()
     faults: list[str] = []
-    before = 0
+    before = generation = 0
     for number in range(count):
-        if number % 1000 == 0:  # what was asked of it so far may have changed it, as it should
+        if number % 250 == 0:  # what was asked of it so far may have changed it, as it should
             gateway.pairs.clear()
-            await gateway.create(spec)
+            pair = await gateway.create(spec)
+            generation, _ = await pair.register_trainer(0, reports()[0], START)
             if number == 5000:
                 before = resident()
-        asked = mutated(chance.choice(seeds), chance)
+        valid = chance.choice(seeds)
+        if "trainer" in valid.path or valid.path.endswith(("p/orders", "/connect", "1/instances")):
+            valid = replace(valid, incarnation=str(Incarnation(0, generation, gateway.boot, START)))
+        asked = mutated(valid, chance)
         begun = time.perf_counter()
         try:
             status, body = await asyncio.wait_for(ask(app, asked), 60.0)

@@ -31,6 +31,7 @@ options = { num_gpus = 2 }
 # count = 4                          # so many of them, rollout-0-0 to rollout-0-3
 # url = "http://10.0.0.7:30000"      # instead of a command: an engine that is there already
 # kind = "worker"                    # without either: an engine of your own that comes by itself
+# non_finite = "report"              # pause, backend, non_finite and allow_non_finite are those of the engine's record
 
 [settings]                           # deadlines and counts of the pair, all of them optional
 transfer = 600
@@ -97,6 +98,8 @@ class InstanceSpec:
     url: str | None = None
     pause: str | None = None
     backend: str | None = None
+    non_finite: str | None = None
+    allow_non_finite: list[str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     restarts: int = 3
@@ -115,9 +118,14 @@ class InstanceSpec:
 
     def record(self, url: str) -> dict[str, Any]:
         """What the gateway wants to know of it."""
-        optional = {"url": url if self.kind == "sglang" else None, "pause": self.pause, "backend": self.backend}
+        optional: dict[str, Any] = {name: getattr(self, name) for name in _ENGINE}
+        optional["url"] = url if self.kind == "sglang" else None
         given = {key: value for key, value in optional.items() if value is not None}
         return {"kind": self.kind, "world_size": self.world_size, **given}
+
+
+_ENGINE = ("pause", "backend", "non_finite", "allow_non_finite")
+"""Keys of the engine's record in the pair that the file may have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,23 @@ def _shown(pairs: list[dict[str, Any]], trouble: str = "") -> Group:
     for pair in pairs:
         parts.append(_table(pair))
         parts += [Text(f"{name}: {i['reason']}") for name, i in pair["instances"].items() if i["reason"]]
+        parts += [Text(f"{name}: {text}") for name, i in pair["instances"].items() if (text := _values(i))]
     if not pairs:
         parts.append(Text("no pairs"))
     if trouble:
         parts.append(Text(trouble))
     return Group(*parts)
+
+
+def _values(instance: dict[str, Any]) -> str:
+    """What the last update found of values that are not finite, if it went on with them."""
+    last = instance["updates"][-1] if instance["updates"] else None
+    if last is None or not last["committed"] or not last["non_finite"]:
+        return ""
+    first, more = last["non_finite"][0], last["non_finite_tensors"] - 1
+    counts = f"{first['nan']} NaN, {first['inf']} infinite, {first['overflow']} too large"
+    others = f", and {more} tensors more" if more else ""
+    return f"version {last['version']} has values that are not finite: {first['tensor']!r}: {counts}{others}"
 
 
 def _table(pair: dict[str, Any]) -> RenderableType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weightcast.gateway.instance import Instance
-from weightcast.transfer.errors import UpdateError
+from weightcast.transfer.errors import NonFiniteError, UpdateError, WeightcastError
 
 __all__ = ["Agreement"]
 
@@ -18,11 +18,13 @@ class Agreement:
         self._reached: dict[str, set[str]] = {}
         self._committer = ""
         self._broken = ""
+        self._kind: type[UpdateError] = UpdateError
 
     async def reach(self, instance: Instance, stage: str, seconds: float) -> None:
         """Returns when all instances have reached `stage`.
 
-        Raises UpdateError naming the one that gave up, or what stopped this one in the meantime.
+        Raises UpdateError naming the one that gave up, NonFiniteError where values were why, or what stopped this one
+        in the meantime.
         """
         here = await self._arrive(instance, stage)
 
@@ -33,7 +35,7 @@ class Agreement:
         if self._all(here):
             return  # what happens to one of them from here on is too late to stop the others
         if self._broken:
-            raise UpdateError(f"instance {instance.name}: all instances commit together, and {self._broken}")
+            raise self._kind(f"instance {instance.name}: all instances commit together, and {self._broken}")
         await instance.until(lambda: False, seconds, lambda: self._missing(stage, here))
 
     def committing(self, instance: Instance) -> tuple[Instance, ...]:
@@ -56,10 +58,11 @@ class Agreement:
         if self._committer not in here:
             raise UpdateError(f"instance {instance.name}: all instances commit together, and {self._broken}")
 
-    def give_up(self, instance: Instance, reason: str) -> None:
+    def give_up(self, instance: Instance, error: WeightcastError) -> None:
         """This instance does not go on, so none does."""
         if not self._broken:
-            self._broken = f"{instance.name} did not: {reason}"
+            self._broken = f"{instance.name} did not: {error}"
+            self._kind = NonFiniteError if isinstance(error, NonFiniteError) else UpdateError
             for other in self._instances:
                 other.notify()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weightcast.gateway.guard import MAX_BODY, MAX_JSON, App, Receive, Scope, Send
+from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.transfer.errors import (
     AuthorizationError,
     ControlError,
@@ -34,6 +36,7 @@ __all__ = [
     "HotRoute",
     "HotRoutes",
     "Reply",
+    "Speaker",
     "decoded",
     "json_reply",
     "refusal",
@@ -48,6 +51,8 @@ LARGE_BODY = 256 << 10
 MAX_TEXT = 64
 """Characters of a text in a query."""
 _BIG = 1 << 62
+_HEADER = HEADER.lower().encode()
+_SIDES = ("trainer", "instance")
 _STATUS: tuple[tuple[type[WeightcastError], int], ...] = (
     (AuthorizationError, 401),
     (InputError, 400),
@@ -105,14 +110,37 @@ def stopping() -> Reply:
     return refusal("ControlError", "the gateway is stopping", 503)
 
 
+class Speaker(Enum):
+    """Who may ask what a route is for."""
+
+    TRAINER = "a trainer rank, in the incarnation that is believed"
+    INSTANCE = "a rank of an instance"
+    SIDE = "either, by the `side` of the path"
+    ANYBODY = "a rank that need not have registered"
+
+
 class Asked:
     """One request. `path` has the variable parts of its path by name."""
 
-    __slots__ = ("_query", "_receive", "path")
+    __slots__ = ("_headers", "_query", "_receive", "path")
 
-    def __init__(self, path: Mapping[str, str], query: bytes, receive: Receive) -> None:
-        self.path, self._receive = path, receive
+    def __init__(
+        self, path: Mapping[str, str], query: bytes, receive: Receive, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        self.path, self._receive, self._headers = path, receive, headers
         self._query = _parsed(query) if query else {}
+
+    def incarnation(self) -> Incarnation | None:
+        """The incarnation of the trainer rank that asks, None for who says none. Raises InputError."""
+        told = [value for name, value in self._headers if name == _HEADER]
+        return Incarnation.parse(told[-1].decode("latin-1")) if told else None
+
+    def side(self) -> str:
+        """The side that a path names. Raises InputError for what is none."""
+        side = self.path["side"]
+        if side not in _SIDES:
+            raise InputError(f"side is {side!r}, expected 'trainer' or 'instance'")
+        return side
 
     def whole(self, name: str, default: str = "") -> int:
         """A whole number of path or query that is not negative."""
@@ -204,7 +232,7 @@ class _Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            reply = await self._answer(Asked(scope["path_params"], scope["query_string"], receive))
+            reply = await self._answer(Asked(scope["path_params"], scope["query_string"], receive, scope["headers"]))
         except WeightcastError as error:
             reply = refusal_of(error)
         except asyncio.CancelledError:  # whoever asks again finds the gateway's next life
@@ -213,13 +241,13 @@ class _Endpoint:
 
 
 class HotRoute(Route):
-    """A route for workers."""
+    """A route for workers. `speaker` is who may ask; whoever makes the answer sees to it."""
 
     tags = ("worker",)
 
-    def __init__(self, method: str, path: str, answer: Answer) -> None:
+    def __init__(self, method: str, path: str, speaker: Speaker, answer: Answer) -> None:
         self.answer = _Endpoint(answer)
-        self.method = method
+        self.method, self.speaker = method, speaker
         super().__init__(path, self.answer, methods=[method])
 
 

@@ -17,7 +17,6 @@ __all__ = [
     "BeatBody",
     "EngineBody",
     "FailureBody",
-    "MemberBody",
     "MovedBody",
     "OfferBody",
     "PairBody",
@@ -43,6 +42,10 @@ class EngineBody(_Body):
     pause: Literal["abort", "retract", "in_place"] = "abort"
     backend: Literal["tcp", "gloo", "nccl"] = "tcp"
     hold: bool = False
+    non_finite: Literal["refuse", "report"] = "refuse"
+    allow_non_finite: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
+        default_factory=list, max_length=1000
+    )
 
     def spec(self) -> EngineSpec:
         """The record of it."""
@@ -79,16 +82,9 @@ class RendezvousBody(_Body):
     port: int = Field(ge=1, le=65535)
 
 
-class MemberBody(_Body):
-    """Label of a member of a communicator."""
-
-    member: str = Field(min_length=1, max_length=255)
-
-
 class FailureBody(_Body):
     """What stopped a rank."""
 
-    who: str = Field(max_length=255)
     error: str = Field(max_length=64)
     message: str = Field(max_length=10_000)
 
@@ -119,5 +115,4 @@ class BeatBody(_Body):
 class OfferBody(_Body):
     """A trainer rank's readiness to send a version."""
 
-    rank: int = Field(ge=0)
     version: int = Field(ge=0, lt=1 << 62)

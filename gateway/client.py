@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -16,9 +17,17 @@ from typing import Any, NamedTuple
 import httpx
 
 from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.urls import transport_to, trusted
 from weightcast.transfer import errors, wire
-from weightcast.transfer.errors import ControlError, DeadlineError, InputError, TransferError, WeightcastError
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    InputError,
+    TransferError,
+    UnregisteredError,
+    WeightcastError,
+)
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.topology import Topology
@@ -45,7 +54,7 @@ class Orders(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """How often the trainer has started, the number of its first order since, and the start of the gateway."""
+    """Number of the trainer's start, the number of its first order since, and the start of the gateway."""
 
     generation: int
     first_order: int
@@ -58,6 +67,7 @@ class GatewayClient:
     Within a Ray cluster the address may be `ray://NAME` of a gateway's actor.
     `outage` is for how many seconds a gateway that has answered before is asked again. Methods raise what the gateway
     answered, or TransferError when it cannot be reached.
+    `incarnation` is that of the trainer rank which this client has registered, or speaks for: every request says it.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0) -> None:
@@ -67,6 +77,7 @@ class GatewayClient:
         transport = transport_to(url)
         self.url = url.rstrip("/")
         self.outage, self._reached = outage, False
+        self.incarnation: Incarnation | None = None
         self._client = httpx.Client(
             base_url=self.url,
             timeout=timeout,
@@ -88,6 +99,8 @@ class GatewayClient:
 
     def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
         until = time.monotonic() + (self.outage if self._reached else 0.0)
+        if (incarnation := self.incarnation) is not None:
+            request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
             try:
                 response = self._client.request(method, path, **request)
@@ -133,7 +146,8 @@ class GatewayClient:
         "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
         `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
         `topology` are the fields of `Topology`, at least `{"nic_gbps": ..}`: then ranks of an instance pass on to each
-        other what they receive alike, where that is faster.
+        other what they receive alike, where that is faster. An engine's record may have the other fields of
+        `EngineSpec` as well: "hold", "non_finite" and "allow_non_finite".
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
         body |= {"commit": commit, "verify": verify}
@@ -185,8 +199,11 @@ class GatewayClient:
         """Says that a trainer rank is ready to send a version; the first rank's offer starts the update. Returns which
         start of the gateway has taken it; None when it does not know the rank, as after a restart: register first.
         """
-        answer = self._call("POST", f"/pairs/{pair}/offers", json={"rank": rank, "version": version}).json()
-        return str(answer["boot"]) if answer["offered"] else None
+        try:
+            answer = self._call("POST", f"/pairs/{pair}/trainer/{rank}/offers", json={"version": version}).json()
+        except UnregisteredError:
+            return None
+        return str(answer["boot"])
 
     def begun(self, pair: str, version: int, known: str, deadline: float) -> tuple[list[str], int]:
         """The instances of an update, and the number of the first order for it; waits for it to begin. No instances
@@ -214,12 +231,21 @@ class GatewayClient:
     def _base(self, pair: str, instance: str, epoch: int) -> str:
         return f"/pairs/{pair}/instances/{instance}/{epoch}"
 
-    def register_trainer(self, pair: str, report: RankReport, start: str = "") -> Registered:
-        """Registers a trainer rank. `start`: `Pair.register_trainer`."""
-        path = f"/pairs/{pair}/trainer/{report.rank}/report"
+    def register_trainer(
+        self, pair: str, report: RankReport, start: str = "", *, resumes: bool = False, takeover: bool = False
+    ) -> Registered:
+        """Registers a trainer rank, whose incarnation is that of this client from then on. The last three:
+        `Pair.register_trainer`; another start each time unless given.
+        """
+        path, start = f"/pairs/{pair}/trainer/{report.rank}/report", start or uuid.uuid4().hex
+        params: dict[str, Any] = {"start": start, "pid": os.getpid(), "resumes": resumes, "takeover": takeover}
+        if self.incarnation is not None:
+            params["was"] = self.incarnation.generation
         content = wire.encode_report(report)
-        answer = self._call("POST", path, params={"start": start}, content=content, headers=_MSGPACK).json()
-        return Registered(int(answer["generation"]), int(answer["first_order"]), str(answer["boot"]))
+        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        registered = Registered(int(answer["generation"]), int(answer["first_order"]), str(answer["boot"]))
+        self.incarnation = Incarnation(report.rank, registered.generation, registered.boot, start)
+        return registered
 
     def register_instance(
         self,
@@ -231,10 +257,13 @@ class GatewayClient:
         identity: str = "",
         uncommitted: bool = False,
         verified: int | None = None,
+        followed: int = 0,
     ) -> bool:
-        """Registers a rank of an instance for one epoch. The last three, and the answer: `Instance.register`."""
+        """Registers a rank of an instance for one epoch. `followed` is the generation of the trainer that has written
+        its memory last; the three before, and the answer: `Instance.register`.
+        """
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
-        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted}
+        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted, "followed": followed}
         if verified is not None:
             params["verified"] = verified
         content = wire.encode_report(report)
@@ -256,28 +285,31 @@ class GatewayClient:
         path = f"{self._base(pair, instance, epoch)}/parts/{side}/{rank}"
         return wire.decode_part(self._poll(path, deadline, f"the part of {side} rank {rank} for {instance}").content)
 
-    def set_rendezvous(self, pair: str, instance: str, epoch: int, host: str, port: int) -> None:
-        """Says where the first member of a communicator listens."""
-        self._call("PUT", f"{self._base(pair, instance, epoch)}/rendezvous", json={"host": host, "port": port})
+    def set_rendezvous(self, pair: str, instance: str, epoch: int, side: str, rank: int, host: str, port: int) -> None:
+        """Says where the first member of a communicator listens, which this rank is."""
+        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/rendezvous"
+        self._call("PUT", path, json={"host": host, "port": port})
 
-    def rendezvous(self, pair: str, instance: str, epoch: int, deadline: float) -> tuple[str, int]:
+    def rendezvous(
+        self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float
+    ) -> tuple[str, int]:
         """Where to join; waits until somebody listens."""
-        path = f"{self._base(pair, instance, epoch)}/rendezvous"
+        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/rendezvous"
         found = self._poll(path, deadline, f"the rendezvous of {instance}").json()
         return str(found["host"]), int(found["port"])
 
-    def joined(self, pair: str, instance: str, epoch: int, member: str) -> None:
-        """Says that a member has joined."""
-        self._call("POST", f"{self._base(pair, instance, epoch)}/joined", json={"member": member})
+    def joined(self, pair: str, instance: str, epoch: int, side: str, rank: int) -> None:
+        """Says that a member of a communicator has joined."""
+        self._call("POST", f"{self._base(pair, instance, epoch)}/{side}/{rank}/joined")
 
-    def fail(self, pair: str, instance: str, epoch: int, who: str, error: BaseException) -> None:
+    def fail(self, pair: str, instance: str, epoch: int, side: str, rank: int, error: BaseException) -> None:
         """Says what stopped a rank, so that nobody waits for it."""
         name = type(error).__name__
         message = " ".join(str(error).split())[:9_000]
         if name not in errors.__all__:
             name, message = "ControlError", f"{name}: {message}"
-        body = {"who": who, "error": name, "message": message}
-        self._call("POST", f"{self._base(pair, instance, epoch)}/failures", json=body)
+        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/failures"
+        self._call("POST", path, json={"error": name, "message": message})
 
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.
@@ -322,12 +354,15 @@ class GatewayClient:
         version: int,
         report: DigestReport,
         *,
+        first: bool = False,
         after: int | None = None,
         known: str = "",
     ) -> Orders | None:
-        """Reports the digests of a rank. With `after` it waits like `orders`, up to POLL seconds."""
+        """Reports the digests of a rank, those of a trainer rank's `first` pass or of its second. With `after` it waits
+        like `orders`, up to POLL seconds.
+        """
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
-        params: dict[str, Any] = {"version": version}
+        params: dict[str, Any] = {"version": version, "first": first}
         if after is not None:
             params |= {"after": after, "wait": POLL, "known": known}
         content = wire.encode_digests(report)

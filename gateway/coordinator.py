@@ -137,7 +137,7 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
     if instance.parts is None:
-        await call  # the ranks were told of the failure, so the engine's call comes back
+        await _give_up(call)
         return
     members = set(instance.members)
     try:
@@ -152,7 +152,14 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
         instance.on(Event.CONNECT)
         await pair.give(instance, Order("connected", instance.record.epoch, pair.updating))
     except WeightcastError as error:
+        await _give_up(call)
         await _connect_failed(pair, instance, error)
+
+
+async def _give_up(call: asyncio.Task[None]) -> None:
+    """Nobody asks an engine any longer how a connect goes on that is over."""
+    call.cancel()
+    await asyncio.wait([call])
 
 
 async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:

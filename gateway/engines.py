@@ -6,22 +6,36 @@ only calls what the engine offers for them, in the engine's order, and treats ev
 
 from __future__ import annotations
 
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, TypeAlias
 
 import httpx
 
 from weightcast.gateway.urls import check_url, trusted
+from weightcast.gateway.verify import NonFinite
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["EngineDriver", "EngineSpec", "PauseMode", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
-Done: TypeAlias = tuple[str, str | bool] | None
+Done: TypeAlias = tuple[str, str | bool]
 
 LOAD_FORMAT = "weightcast"
 """Load format by which the plugin knows that a transfer is meant for it."""
+CONNECTING = "connecting"
+"""What a rank with the plugin says while it registers and joins."""
+BUSY = "busy: "
+"""Begins, behind the name of an error, what a rank says that cannot drop its caches yet."""
+_FIRST_ASK, _LAST_ASK = 0.05, 1.0
+"""Seconds between two questions how a connect goes on: at first, and at most."""
+_AGAIN = 0.5
+"""Seconds until a busy engine is asked again."""
 _SHOWN = 2000
 """Characters shown of an engine's message."""
 
@@ -32,9 +46,12 @@ class EngineSpec:
 
     `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run
     `InstanceWorker.serve` themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends
-    them, "retract" computes them anew after the update, "in_place" goes on with the old KV cache, which then is not
-    flushed. `backend` is the transport of the instance's communicator. With `hold` the engine stays paused after a
-    commit: whoever gave its memory to a trainer lets it go on.
+    them, "retract" goes on after the update with the tokens that they have and a KV cache computed anew, "in_place"
+    with the old KV cache, which no later request reads. `backend` is the transport of the instance's communicator. With
+    `hold` the engine stays paused after a commit: whoever gave its memory to a trainer lets it go on. `non_finite` says
+    what is done with values of the trainer that are infinite or no number, or become so in the engine's dtype: "refuse"
+    the version, but for tensors whose names match one of the patterns `allow_non_finite` (fnmatch's), or "report" them
+    only.
     """
 
     kind: Literal["sglang", "worker"]
@@ -43,13 +60,24 @@ class EngineSpec:
     pause: PauseMode = "abort"
     backend: Literal["tcp", "gloo", "nccl"] = "tcp"
     hold: bool = False
+    non_finite: Literal["refuse", "report"] = "refuse"
+    allow_non_finite: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow_non_finite", tuple(self.allow_non_finite))  # JSON has lists
+
+    def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
+        """Those that are not taken."""
+        if self.non_finite == "report":
+            return []
+        return [one for one in values if not any(fnmatchcase(one.tensor, name) for name in self.allow_non_finite)]
 
 
 class EngineDriver(Protocol):
     """The steps of an update, in the order they are called. Each raises EngineError."""
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
-        """Makes every rank describe itself, register, fetch its part and join; returns when all have joined."""
+        """Makes every rank describe itself, register, fetch its part and join; returns when the first has joined."""
 
     async def pause(self) -> None:
         """Stops generation."""
@@ -58,13 +86,13 @@ class EngineDriver(Protocol):
         """Opens the update session."""
 
     async def transfer(self, group: str) -> None:
-        """Makes every rank run its part; returns when all have."""
+        """Makes every rank drop its caches and run its part; returns when the first has begun."""
 
     async def end(self) -> None:
-        """Closes the session: derived weights are computed anew, then every rank digests its memory."""
+        """Closes the session: derived weights are computed anew, caches dropped; then every rank begins to digest."""
 
     async def publish(self, version: int) -> None:
-        """Flushes caches and stamps the version."""
+        """Stamps the version; every rank has dropped its caches before it reported its digests."""
 
     async def resume(self) -> None:
         """Goes on with generation."""
@@ -104,20 +132,28 @@ class SGLangDriver:
     """
 
     def __init__(
-        self, instance: str, spec: EngineSpec, timeout: float, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        instance: str,
+        spec: EngineSpec,
+        timeout: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        patience: float = 30.0,
     ) -> None:
-        """`timeout` in seconds bounds every call; `transport` stands in for the network. Raises InputError."""
+        """`timeout` in seconds bounds every call, `patience` how long a busy engine is asked to begin a transfer;
+        `transport` stands in for the network. Raises InputError.
+        """
         self._instance = instance
         self._spec = spec
+        self._patience = patience
         check_url(f"instance {instance}: ", spec.url, "its SGLang server")
         # Engines are neighbours: a proxy of the environment is for the world outside.
         self._client = httpx.AsyncClient(
             base_url=spec.url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(spec.url)
         )
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> None:
-        """One call. `done` is the field, and its value, by which the route says that it did what was asked; None for
-        a route that says so by its status alone.
+    async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> str:
+        """One call, and its message. `done` is the field, and its value, by which the route says that it did what was
+        asked.
         """
         try:
             response = await self._client.post(path, json=body or {})
@@ -133,52 +169,65 @@ class SGLangDriver:
         except ValueError:
             answer = None
         said = answer if isinstance(answer, dict) else {}
-        if response.status_code != httpx.codes.OK or (done is not None and said.get(done[0]) != done[1]):
+        if response.status_code != httpx.codes.OK or said.get(done[0]) != done[1]:
             raise EngineError(
                 f"instance {self._instance}: {path} answered {response.status_code}: "
                 f"{one_line(said.get('message', response.text)) or 'nothing'}"
             )
+        return str(said.get("message", ""))
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
-        await self._post(
-            "/init_weights_update_group",
-            {
-                "master_address": gateway_host,
-                "master_port": gateway_port,
-                "rank_offset": 0,
-                "world_size": self._spec.world_size,
-                "group_name": group,
-                "backend": self._spec.backend,
-            },
-        )
+        body = {
+            "master_address": gateway_host,
+            "master_port": gateway_port,
+            "rank_offset": 0,
+            "world_size": self._spec.world_size,
+            "group_name": f"{group}/{self._spec.pause}/{uuid.uuid4().hex[:8]}",
+            "backend": self._spec.backend,
+        }
+        # The call comes back at once; made again, it says how that goes on. Ranks tell the gateway what comes of it;
+        # one that cannot reach it tells it here.
+        seconds = _FIRST_ASK
+        while await self._post("/init_weights_update_group", body) == CONNECTING:
+            await asyncio.sleep(seconds)
+            seconds = min(2 * seconds, _LAST_ASK)
 
     async def pause(self) -> None:
         await self._post("/pause_generation", {"mode": self._spec.pause}, done=("status", "ok"))
+        if self._spec.pause == "abort":
+            # It ends requests, but lets the scheduler run, which a health check makes compute; this stops it.
+            await self._post("/pause_generation", {"mode": "retract"}, done=("status", "ok"))
 
     async def begin(self) -> None:
         await self._post("/begin_weight_update", {"selector": "target"})
 
     async def transfer(self, group: str) -> None:
-        # The version is stamped in `publish`, after the digests agree; caches are flushed there too.
-        await self._post(
-            "/update_weights_from_distributed",
-            {
-                "names": [],
-                "dtypes": [],
-                "shapes": [],
-                "group_name": group,
-                "load_format": LOAD_FORMAT,
-                "flush_cache": False,
-                "selector": "target",
-            },
-        )
+        # The version is stamped in `publish`, after the digests agree.
+        body = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": group,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        patience = time.monotonic() + self._patience
+        while True:
+            try:
+                await self._post("/update_weights_from_distributed", body)
+            except EngineError as error:
+                # Requests that hold KV end by themselves, and nothing has been written yet.
+                if BUSY not in str(error) or time.monotonic() >= patience:
+                    raise
+                await asyncio.sleep(_AGAIN)
+            else:
+                return
 
     async def end(self) -> None:
         await self._post("/end_weight_update")
 
     async def publish(self, version: int) -> None:
-        if self._spec.pause != "in_place":
-            await self._post("/flush_cache", done=None)
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def resume(self) -> None:
@@ -198,10 +247,12 @@ def one_line(message: object) -> str:
     return " ".join(str(message).split())[:_SHOWN]
 
 
-def make_driver(instance: str, spec: EngineSpec, timeout: float) -> EngineDriver:
-    """The driver for a spec. Raises InputError for one that contradicts itself."""
+def make_driver(instance: str, spec: EngineSpec, timeout: float, patience: float = 30.0) -> EngineDriver:
+    """The driver for a spec, see `SGLangDriver`. Raises InputError for one that contradicts itself."""
     if spec.world_size < 1:
         raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
+    if spec.allow_non_finite and spec.non_finite == "report":
+        raise InputError(f"instance {instance}: non_finite is 'report', which allows all; leave allow_non_finite out")
     if spec.kind == "worker":
         return WorkerDriver()
-    return SGLangDriver(instance, spec, timeout)
+    return SGLangDriver(instance, spec, timeout, patience=patience)

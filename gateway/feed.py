@@ -34,10 +34,12 @@ class OrderFeed:
         work: Follow,
         last: Callable[[Order], bool],
         seen: Callable[[Order], None] = lambda order: None,
+        lost: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """Does `work` for all instances at once, so that none waits for another, until each has had its `last` order.
 
-        `seen` is told of each order as it comes, while the work for its instance may be busy with one before.
+        `seen` is told of each order as it comes, while the work for its instance may be busy with one before, `lost`
+        why no further order can come.
 
         Raises the first failure after all have ended; DeadlineError when an order does not come, ControlError when the
         gateway was restarted.
@@ -60,6 +62,7 @@ class OrderFeed:
             try:
                 self._deal(queues, last, seen)
             except BaseException as error:
+                lost(error)
                 for queue in queues.values():
                     queue.put(error)
                 raise

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from weightcast.gateway.client import GatewayClient
-from weightcast.transfer.errors import WeightcastError
+from weightcast.gateway.incarnations import Incarnation
+from weightcast.transfer.errors import DisplacedError, WeightcastError
 
 __all__ = ["Heartbeat"]
 
@@ -38,11 +39,20 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="weightcast-heartbeat", daemon=True)
         self._thread.start()
 
+    def speak_as(self, incarnation: Incarnation | None) -> None:
+        """The incarnation of the trainer rank that beats from now on."""
+        self._client.incarnation = incarnation
+
     def _run(self) -> None:
+        refused = ""
         while True:
             sent = time.monotonic()
             try:
                 running = self._client.beat(self._path, self._identity)
+            except DisplacedError as error:
+                if str(error) != refused:  # once: it is said until the process ends or connects anew
+                    refused = str(error)
+                    log.error("%s", error)
             except WeightcastError as error:
                 log.debug("heartbeat of %s: %s", self._path, error)
             else:

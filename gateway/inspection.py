@@ -101,7 +101,7 @@ class InspectTable:
             *self._expert_lines(),
         ]
         if self.derived:
-            lines.append(f"derived by the engine after an update: {summarize(self.derived)}")
+            lines.append(f"computed from parameters after an update: {summarize(self.derived)}")
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_out:
             reasons.setdefault(reason, []).append(name)

@@ -19,7 +19,7 @@ from weightcast.gateway.merge import InstanceLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.store import SavedInstance, Store
-from weightcast.gateway.verify import DigestCheck
+from weightcast.gateway.verify import DigestCheck, NonFinite
 from weightcast.transfer import wire
 from weightcast.transfer.errors import (
     ControlError,
@@ -58,7 +58,7 @@ class Instance(Side):
         self.settings = pair.settings
         self.trainer_world = pair.trainer_world
         self.spec = spec
-        self.driver = make_driver(name, spec, pair.settings.engine)
+        self.driver = make_driver(name, spec, pair.settings.engine, pair.settings.prepare / 2)
         self.record = record or InstanceRecord(name)
         self.store = store or Store()
         self.updates: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
@@ -91,7 +91,9 @@ class Instance(Side):
         self.stale_layers: set[int] | None = set()
         self.moved: dict[int, tuple[int, ...]] = {}
         self.digests: dict[int, DigestReport] = {}
+        self.first_digests: dict[int, DigestReport] = {}
         self.trainer_digests: dict[int, DigestReport] = {}
+        self.non_finite: tuple[NonFinite, ...] = ()
 
     @property
     def name(self) -> str:
@@ -332,13 +334,18 @@ class Instance(Side):
         self.moved[rank] = tuple(sorted(layers))
         self.notify()
 
-    async def report_digests(self, epoch: int, side: str, rank: int, version: int, report: DigestReport) -> None:
-        """The digests of a rank of the trainer or of this instance after `version` was transferred."""
+    async def report_digests(
+        self, epoch: int, side: str, rank: int, version: int, report: DigestReport, first: bool = False
+    ) -> None:
+        """The digests of a rank of this instance after `version` was transferred, or of a trainer rank: of its `first`
+        pass over its weights, or of its second.
+        """
         self.check_epoch(epoch)
         self.check_target(version)
         trainer = side == "trainer"
         check_rank("trainer" if trainer else self.name, rank, self.trainer_world if trainer else self.world, self.pair)
-        (self.trainer_digests if trainer else self.digests)[rank] = report
+        of_trainer = self.first_digests if first else self.trainer_digests
+        (of_trainer if trainer else self.digests)[rank] = report
         self.notify()
 
     # What ranks are told

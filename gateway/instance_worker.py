@@ -18,6 +18,7 @@ from weightcast.gateway.digests import PartDigests
 from weightcast.gateway.heartbeat import Heartbeat
 from weightcast.gateway.membership import (
     Change,
+    Joining,
     Member,
     Run,
     Waits,
@@ -28,7 +29,7 @@ from weightcast.gateway.membership import (
 )
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.endpoints import Sink
+from weightcast.transfer.endpoints import Settles, Sink
 from weightcast.transfer.errors import PairStateError, StalePlanError, WeightcastError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import RankLayout
@@ -72,7 +73,9 @@ class InstanceWorker:
         self._layout: RankLayout | None = None
         self._member: Member | None = None
         self._digests = PartDigests()
+        self._joining: Joining | None = None
         self._run: Run | None = None
+        self._given_up = False
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = ""
@@ -80,8 +83,14 @@ class InstanceWorker:
         self._identity = identity or uuid.uuid4().hex
         self._target: int | None = None
         self._verified: int | None = None
+        self._followed = 0
         self.uncommitted = uncommitted
         self.version: int | None = None
+
+    @property
+    def target(self) -> int | None:
+        """The version that was received last, committed or not."""
+        return self._target
 
     @property
     def fenced(self) -> bool:
@@ -111,6 +120,7 @@ class InstanceWorker:
             identity=self._identity,
             uncommitted=self.uncommitted,
             verified=self._verified,
+            followed=self._followed,
         )
         if committed:
             self.commit()
@@ -127,8 +137,10 @@ class InstanceWorker:
         deadline = time.monotonic() + self._waits.gateway
         part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
         self._digests.prepare(part, self._described())
+        self._joining = Joining.within(self._waits.join)
+        self._still_wanted()
         self._member = join(
-            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._waits.join
+            self._client, self._pair, epoch, part, self._described(), self._backend, self._address, self._joining
         )
 
     def transfer(self) -> TransferReport:
@@ -149,10 +161,11 @@ class InstanceWorker:
             executor = member.executor_for(order["layers"], self._described())
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
-            self.uncommitted, self._verified = True, None
-            self._target = int(order["version"])
-            labels = {"pair": self._pair, "version": self._target}
             self._run = Run(self._epoch, member.group)
+            self._still_wanted()
+            self.uncommitted, self._verified = True, None
+            self._target, self._followed = int(order["version"]), int(order["trainer"])
+            labels = {"pair": self._pair, "version": self._target}
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
             raise
@@ -162,6 +175,22 @@ class InstanceWorker:
         finally:
             self._run = None
 
+    def give_up(self) -> None:
+        """Makes whatever this worker waits for fail, from any thread; it writes nothing from then on. Close it."""
+        self._given_up = True
+        if self._joining is not None:
+            self._joining.give_up()
+        if (run := self._run) is not None:
+            run.call_off()
+
+    def _still_wanted(self) -> None:
+        if self._given_up:
+            raise PairStateError(f"{self._instance} rank {self._rank}: another connect has taken the place of this one")
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the gateway what keeps this rank from its part."""
+        self._tell(error)
+
     def _heard(self, sent: float, running: int | None) -> None:
         """The gateway says at each beat whose run it waits for."""
         run = self._run
@@ -170,8 +199,9 @@ class InstanceWorker:
             run.call_off()
 
     def verify(self) -> bool:
-        """Digests this rank's memory as it now is, after the engine's own post-load work, and reports.
+        """Lets the sink settle, digests this rank's memory as it then is, and reports.
 
+        Called after the engine's own end of the update session.
         False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
         after all ranks were described anew.
         """
@@ -185,6 +215,8 @@ class InstanceWorker:
             if change.text:
                 self._client.moved(*where, self._rank, target, list(change.layers))
                 return False
+            if isinstance(self._sink, Settles):
+                self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
             self._verified = target  # whoever never hears of it cannot have committed it
@@ -321,6 +353,6 @@ class InstanceWorker:
         where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
         log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
         try:
-            self._client.fail(self._pair, self._instance, self._epoch, f"{self._instance} rank {self._rank}", error)
+            self._client.fail(self._pair, self._instance, self._epoch, "instance", self._rank, error)
         except WeightcastError as second:
             log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)

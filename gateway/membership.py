@@ -13,7 +13,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.hosts import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import StalePlanError, WeightcastError
+from weightcast.transfer.errors import DeadlineError, StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
 from weightcast.transfer.handles import Share
@@ -27,6 +27,7 @@ from weightcast.transfer.transports.rendezvous import connect_store, open_store
 
 __all__ = [
     "Change",
+    "Joining",
     "Member",
     "Run",
     "Waits",
@@ -97,6 +98,25 @@ class Member:
 
 
 @dataclass(slots=True)
+class Joining:
+    """A communicator that is being joined; whoever needs it no longer gives it up, from any thread."""
+
+    deadline: Deadline
+    group: Communicator | None = None
+
+    @classmethod
+    def within(cls, seconds: float) -> Joining:
+        """One that is over in `seconds`."""
+        return cls(Deadline.after(seconds))
+
+    def give_up(self) -> None:
+        """Makes it fail."""
+        self.deadline.cut()
+        if self.group is not None:
+            self.group.abort()
+
+
+@dataclass(slots=True)
 class Run:
     """A transfer under way. The gateway may give it up before this rank sees why: a peer that stands still and a link
     that is cut show in no connection.
@@ -134,22 +154,23 @@ def join(
     layout: RankLayout,
     backend: str,
     address: str,
-    seconds: float,
+    joining: Joining,
     share: Share = None,
 ) -> Member:
     """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside.
 
-    `share` says what a trainer rank lends to ranks of its host.
+    `joining` says how long that may take; `share` what a trainer rank lends to ranks of its host.
     """
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
     labels = member_labels(part)
-    deadline = Deadline.after(seconds)
+    where = (pair, part.instance, epoch, "trainer" if part.is_trainer else "instance", part.rank)
+    deadline = joining.deadline
     if part.group_rank == 0:
         store, port = open_store(address, deadline)
-        client.set_rendezvous(pair, part.instance, epoch, address, port)
+        client.set_rendezvous(*where, address, port)
     else:
-        host, port = client.rendezvous(pair, part.instance, epoch, deadline.at)
+        host, port = client.rendezvous(*where, deadline.at)
         store = connect_store(host, port, deadline)
     group = join_group(
         store,
@@ -160,13 +181,16 @@ def join(
         backend=backend,
         address=address,
     )
+    joining.group = group
     try:
+        if deadline.expired:
+            raise DeadlineError(f"{pair}/{part.instance}/{epoch}: {labels[part.group_rank]} joined too late")
         neighbours = find_neighbours(group, part, layout, share, deadline)
         executor = Executor(part, layout, group, neighbours)
     except WeightcastError:
         group.close()
         raise
-    client.joined(pair, part.instance, epoch, labels[part.group_rank])
+    client.joined(*where)
     return Member(part, executor, group, neighbours)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from weightcast.gateway.experts import check_dispatch, check_slots, common_placement
 from weightcast.transfer.coverage import describe_gaps
+from weightcast.transfer.dtypes import cast_allowed, dtype_name
 from weightcast.transfer.errors import CoverageError, LayoutError
 from weightcast.transfer.layout import RankReport, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.names import number_ranges, summarize
@@ -114,9 +115,9 @@ def merge_instance(
     `catalog` are the tensors of the trainer; the instance must hold all of them that no rank declares as left out, and
     no others. Without it the tensors that its own ranks know are taken for complete.
 
-    Raises LayoutError for missing, repeated or disagreeing ranks and for shapes that differ from the catalog's;
-    CoverageError, naming all gaps in compact ranges, for what no rank or slot holds; AgreementError where regions or
-    dispatch tables contradict the placement.
+    Raises LayoutError for missing, repeated or disagreeing ranks, for shapes that differ from the catalog's, and for
+    dtypes that its values cannot be cast to; CoverageError, naming all gaps in compact ranges, for what no rank or slot
+    holds; AgreementError where regions or dispatch tables contradict the placement.
     """
     side = SideName(instance)
     ordered = _order_reports(side, reports)
@@ -124,6 +125,7 @@ def merge_instance(
     joined = join_ranks(instance, [report.table for report in ordered], known)
     placement = common_placement(side, ordered)
     layout = InstanceLayout(ordered, joined, instance, placement)
+    _require_casts(layout)
     gaps = [_gaps(joined), *_catalog_gaps(layout)]
     if any(gaps):
         raise CoverageError("; ".join(gap for gap in gaps if gap))
@@ -196,3 +198,21 @@ def _catalog_gaps(layout: InstanceLayout) -> list[str]:
     if extra:
         gaps.append(f"{summarize(extra)}: on {layout.name}, but on no trainer rank, so it would never be updated")
     return gaps
+
+
+def _require_casts(layout: InstanceLayout) -> None:
+    """Raises LayoutError where the trainer's values cannot be cast to the dtype of the instance."""
+    known, row = layout.joined.catalog, layout.joined.catalog_row
+    if known is None or row is None:
+        return
+    mine = np.flatnonzero(row >= 0)
+    wrong = mine[~cast_allowed(known.dtype[row[mine]], layout.tensors.dtype[mine])]
+    if len(wrong):
+        first = int(wrong[0])
+        sent, wanted = (dtype_name(int(code)) for code in (known.dtype[row[first]], layout.tensors.dtype[first]))
+        more = f"; {len(wrong) - 1} tensors more are like it" if len(wrong) > 1 else ""
+        raise LayoutError(
+            f"tensor {layout.tensors.names[first]!r} has dtype {sent} on the trainer and {wanted} on {layout.name}: a "
+            "cast would change its values unseen; load the engine with the trainer's dtype, or convert the tensor on "
+            f"the trainer{more}"
+        )

@@ -35,6 +35,12 @@ class Metrics:
             ("pair", "instance"),
             registry=self._registry,
         )
+        self._non_finite = Counter(
+            "weightcast_non_finite_tensors",
+            "Tensors with values that were not finite, in updates of an instance.",
+            ("pair", "instance"),
+            registry=self._registry,
+        )
         self._seconds = Histogram(
             "weightcast_update_seconds",
             "Duration of updates that were committed.",
@@ -55,6 +61,8 @@ class Metrics:
         self._updates.labels(pair, instance, outcome).inc()
         if record.resends:
             self._resends.labels(pair, instance).inc(record.resends)
+        if record.non_finite_tensors:
+            self._non_finite.labels(pair, instance).inc(record.non_finite_tensors)
         if record.committed:
             self._seconds.labels(pair, instance).observe(record.seconds)
 

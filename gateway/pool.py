@@ -124,17 +124,11 @@ class Gateway:
             task = self._spawn(coordinator.connect(pair, self.host, self.port))
             self._connecting[name] = (pair.generation, task)
 
-    async def offer(self, name: str, rank: int, version: int) -> bool:
-        """A trainer rank offers a version; the first one starts the update, which waits for the others.
-
-        False for a rank that has to register first, as after a restart of the gateway.
-        """
+    async def offer(self, name: str, rank: int, version: int) -> None:
+        """A trainer rank offers a version; the first one starts the update, which waits for the others."""
         pair = self.pair(name)
-        if rank not in pair.trainer_reports and 0 <= rank < pair.spec.trainer_world:
-            return False
         if await pair.offer(rank, version):
             self._spawn(transaction.update(pair, version, self.host, self.port))
-        return True
 
     def _is_connecting(self, name: str) -> bool:
         return name in self._connecting and not self._connecting[name][1].done()

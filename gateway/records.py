@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
-from weightcast.gateway.verify import DigestCounts
+from weightcast.gateway.verify import DigestCounts, NonFinite
 from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
@@ -47,7 +47,7 @@ class Order:
     `version`; of `layers` alone if there are any), "end" (the update to `version` is over: committed or not, and why;
     without a version, what was begun of it is), "failed" (connecting is), "left" (the instance is no longer one of the
     pair). `version` of "register", "join" and "connected" is that of the update that they belong to, None outside of
-    one. `trainer` counts how often the trainer had started when the connect or update began.
+    one. `trainer` is the generation of the trainer for which the connect or update began.
     """
 
     action: str
@@ -69,7 +69,8 @@ class UpdateRecord:
     """How an update ended on one instance.
 
     `verified` counts what the digests covered; None when it did not get that far. `attempts` counts passes through the
-    steps, `resends` those of them that sent layers again.
+    steps, `resends` those of them that sent layers again. `non_finite` are the first tensors with values that are not
+    finite, of what was digested, `non_finite_tensors` how many there are.
     """
 
     version: int
@@ -80,3 +81,5 @@ class UpdateRecord:
     verified: DigestCounts | None = None
     attempts: int = 1
     resends: int = 0
+    non_finite: tuple[NonFinite, ...] = ()
+    non_finite_tensors: int = 0

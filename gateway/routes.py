@@ -6,12 +6,13 @@ import asyncio
 from enum import Enum
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Query, Response
+from fastapi import FastAPI, Header, Query, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weightcast.gateway.asked import MAX_POLL, stopping
 from weightcast.gateway.bodies import EngineBody, PairBody
+from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.inspection import inspect_instance
 from weightcast.gateway.pool import Gateway
 from weightcast.transfer.errors import ControlError
@@ -23,6 +24,7 @@ OPERATOR: list[str | Enum] = ["operator"]
 
 Wait = Annotated[float, Query(ge=0.0, le=MAX_POLL)]
 Identity = Annotated[str, Query(max_length=64)]
+Said = Annotated[str, Header(alias=HEADER)]
 
 
 def add_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -67,9 +69,12 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
         return {"deleted": name}
 
     @app.get("/pairs/{name}/updates/{version}", tags=READ)
-    async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "") -> Response:
+    async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "", said: Said = "") -> Response:
+        """Anybody may ask; a trainer rank hears of the updates of its own trainer alone."""
         gateway.check_boot(known)
         pair = gateway.pair(name)
+        if said:
+            pair.incarnations.check(Incarnation.parse(said), gateway.boot)
         try:
             if not await pair.poll(lambda: version in pair.results, wait):
                 return Response(status_code=204)

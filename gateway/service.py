@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -16,19 +17,29 @@ from typing import Any
 
 from weightcast.gateway.changes import Journal, Side
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.instance import RESTARTED, Instance, absent, check_rank, check_report
 from weightcast.gateway.merge import TrainerLayout
 from weightcast.gateway.pairs import Event, InstanceRecord, Phase
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.sent import Sent
 from weightcast.gateway.store import SavedInstance, Store
-from weightcast.transfer.errors import ControlError, DeadlineError, InputError, VersionError, WeightcastError
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    DisplacedError,
+    InputError,
+    VersionError,
+    WeightcastError,
+)
 from weightcast.transfer.layout import RankReport
 from weightcast.transfer.replan import Planner
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
+log = logging.getLogger("weightcast.gateway")
 
+_START = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 MAX_INSTANCES = 10_000
 """How many names of instances a pair remembers, those that have left too."""
@@ -47,11 +58,17 @@ def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
 class Pair(Side):
     """Everything the gateway knows of one pair, with the waits on it.
 
-    `busy` is held by a connect or an update: one at a time. `generation` counts how often the trainer has started,
-    `acting` is the generation that the connect or update under way is for.
+    `busy` is held by a connect or an update: one at a time. `incarnations` are the trainer's processes, `acting` is the
+    generation that the connect or update under way is for.
     """
 
-    def __init__(self, spec: PairSpec, store: Store | None = None, updated: Updated = _unseen) -> None:
+    def __init__(
+        self,
+        spec: PairSpec,
+        store: Store | None = None,
+        updated: Updated = _unseen,
+        processes: Iterable[Standing] = (),
+    ) -> None:
         super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence)
         if spec.trainer_world < 1:
             raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
@@ -73,9 +90,10 @@ class Pair(Side):
         self.conflict: WeightcastError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
         self.busy = asyncio.Lock()
-        self.generation = self.acting = 0
+        self.incarnations = Incarnations(spec.name, processes)
+        self.acting = 0
+        self.asking: dict[asyncio.Task[Any], Incarnation] = {}
         self.orders: Journal[tuple[str, Order]] = Journal(KEPT_ORDERS)
-        self._starts: dict[int, str] = {}
         self._first_order = 0
         self.sent = Sent()
         self._result: tuple[dict[str, UpdateRecord], str] | None = None
@@ -112,37 +130,81 @@ class Pair(Side):
 
     # The trainer
 
-    async def register_trainer(self, rank: int, report: RankReport, start: str = "") -> tuple[int, int]:
+    @property
+    def generation(self) -> int:
+        """Number of the trainer's last start."""
+        return self.incarnations.generation
+
+    async def register_trainer(
+        self,
+        rank: int,
+        report: RankReport,
+        start: str,
+        *,
+        pid: int = 0,
+        was: int | None = None,
+        resumes: bool = False,
+        takeover: bool = False,
+    ) -> tuple[int, int]:
         """The report of a trainer rank; returns the generation that it belongs to and the number of its first order.
 
         `start` stands for one start of the rank, so that a report that arrives twice is one. A rank that starts again
-        starts the trainer anew: all ranks register again, and a connect or update under way ends.
+        starts the trainer anew: all ranks register again, and a connect or update under way ends. Everything else:
+        `Incarnations.admit`.
         """
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         check_report("trainer", rank, self.spec.trainer_world, report, self.spec.name)
-        known = rank in self.trainer_reports
-        if known and start and self._starts.get(rank) == start:
+        if not _START.fullmatch(start):
+            raise InputError(f"trainer rank {rank}: start is {start!r}, expected 1 to 64 letters, digits, '.' or '-'")
+        if resumes and was is None:
+            raise InputError(f"trainer rank {rank}: it resumes, and does not say which generation it was of")
+        known = self.incarnations.believed(rank)
+        if known is not None and known.start == start and rank in self.trainer_reports:
             return self.generation, self._first_order
-        if known or not self.generation:
+        newcomer = TrainerProcess(rank, start, " ".join(report.host.split())[:255], pid, time.time())
+        admission = self.incarnations.admit(newcomer, was=was, resumes=resumes, takeover=takeover)
+        if admission.begins:
             self._new_generation(rank)
         self.trainer_reports[rank] = report
-        self._starts[rank] = start
+        self._silence_others(admission)
         self.notify()
-        return self.generation, self._first_order
+        generation, first_order = self.generation, self._first_order
+        await self.store.save_processes(self.spec.name, admission.changed, admission.forgotten)
+        return generation, first_order
+
+    def _silence_others(self, admission: Admission) -> None:
+        """Ends the requests under way of incarnations that are believed no more."""
+        gone = {process.process: by for process, by in admission.changed if by is not None}
+        for process, by in admission.changed:
+            if by is not None:
+                log.warning("%s, was replaced by %s", process, by, extra={"pair": self.spec.name, "rank": process.rank})
+        for task, said in tuple(self.asking.items()):
+            if process_of(said.start) in gone or said.generation != self.generation:
+                task.cancel()
 
     def _new_generation(self, rank: int) -> None:
-        self.generation += 1
         self._first_order = self.orders.count
+        self._forget_trainer(ControlError(f"pair {self.spec.name}: trainer rank {rank} started anew"))
+
+    def _forget_trainer(self, error: WeightcastError) -> None:
         self.trainer_reports.clear()
         self.trainer_layout = None
         self.forget()
-        if self.generation == 1 or not self.busy.locked():
-            return
-        error = ControlError(f"pair {self.spec.name}: trainer rank {rank} started anew")
         if self.offers:
             self.conflict = self.conflict or error
-        for instance in self.present:
-            instance.stop(error)
+        if self.busy.locked():
+            for instance in self.present:
+                instance.stop(error)
+
+    def follow(self, generation: int, who: str) -> None:
+        """A rank of an instance has followed the trainer in `generation`. What an older one has begun ends."""
+        if self.incarnations.follow(generation):
+            text = f"the trainer was replaced by one of generation {generation}, which {who} has followed"
+            log.warning("%s", text, extra={"pair": self.spec.name})
+            self._forget_trainer(DisplacedError(f"pair {self.spec.name}: {text}"))
+            for task in tuple(self.asking):
+                task.cancel()
+            self.notify()
 
     async def beat(self, rank: int) -> None:
         """A trainer rank lives."""
@@ -302,7 +364,7 @@ class Pair(Side):
     @classmethod
     def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:
         """A pair of an earlier life of the gateway; its instances connect anew, but for those that have left."""
-        pair = cls(spec, store, updated)
+        pair = cls(spec, store, updated, store.load_processes(spec.name))
         for one in saved:
             phase = Phase.LEFT if one.left else Phase.FAILED
             record = InstanceRecord(one.name, phase, one.epoch, one.version, fenced=one.fenced, reason=RESTARTED)

@@ -21,7 +21,8 @@ class Settings:
 
     How long the gateway waits for each step before it gives an update up: `offer` from the first trainer rank's offer
     to the last one's, `register` for reports, `join` for communicators, `prepare` for ranks to check their layouts,
-    `transfer`, `verify` for digests, `engine` for one call to an engine, `clean_up` for each call after a failure.
+    `transfer`, `verify` for digests, those before the transfer and those after it, `engine` for one call to an engine,
+    `clean_up` for each call after a failure.
 
     Ranks beat every `heartbeat`; one that was not heard from for `silence` is missing: its instance no longer serves,
     and nobody waits for it any longer. Ranks try to reach a gateway that was there before for `outage`.
@@ -80,5 +81,5 @@ class Settings:
     @property
     def longest(self) -> float:
         """Seconds within which the gateway has decided an update, whatever happens: all of its own deadlines."""
-        attempt = self.register + self.join + self.prepare + self.transfer + self.verify + 6 * self.engine
+        attempt = self.register + self.join + self.prepare + self.transfer + 2 * self.verify + 6 * self.engine
         return self.offer + (1 + self.replans + self.resends + self.retries) * attempt + 4 * self.clean_up

@@ -1,4 +1,5 @@
-"""What the gateway has to know after a restart, in one SQLite file: pairs, and of each instance version and fence.
+"""What the gateway has to know after a restart, in one SQLite file: pairs, of each instance version and fence, and of
+each trainer rank which process is believed.
 
 What is written first is what may never be forgotten: that an instance is fenced, before its first byte is written; that
 a version is committed, before anyone is told. All that waits at one moment is written in one transaction, so that many
@@ -18,6 +19,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import ControlError, LayoutError
@@ -28,11 +30,16 @@ __all__ = ["SavedInstance", "Store"]
 
 log = logging.getLogger("weightcast.gateway")
 
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had no processes: its trainers are taken as those of a gateway that has kept no state."""
+_READABLE = (0, 1, FORMAT)
 _TABLES = """
 create table if not exists pairs (name text primary key, spec text not null) without rowid;
 create table if not exists instances (
     pair text not null, name text not null, state text not null, primary key (pair, name)
+) without rowid;
+create table if not exists processes (
+    pair text not null, process text not null, state text not null, primary key (pair, process)
 ) without rowid;
 """
 
@@ -79,8 +86,10 @@ class Store:
             database.execute("pragma journal_mode = wal")
             database.execute("pragma synchronous = full")
             (found,) = database.execute("pragma user_version").fetchone()
-            if found not in (0, FORMAT):
-                raise ControlError(f"state file {self._path} has format {found}, expected {FORMAT}; name another file")
+            if found not in _READABLE:
+                raise ControlError(
+                    f"state file {self._path} has format {found}, expected at most {FORMAT}; name another file"
+                )
             database.executescript(f"begin exclusive; {_TABLES} pragma user_version = {FORMAT}; commit;")
         except sqlite3.Error as error:
             hint = "; is another gateway using it?" if "locked" in str(error) else ""
@@ -106,6 +115,21 @@ class Store:
         except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError, LayoutError) as error:
             raise ControlError(f"state file {self._path} is damaged: {type(error).__name__} {error}") from error
 
+    def load_processes(self, pair: str) -> list[Standing]:
+        """The trainer processes of a pair. Raises ControlError for a file that is not as it was written."""
+        if self._database is None:
+            return []
+        try:
+            rows = self._database.execute("select state from processes where pair = ? order by process", (pair,))
+            return [_standing_of(state) for (state,) in rows.fetchall()]
+        except (sqlite3.Error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ControlError(f"state file {self._path} is damaged: {type(error).__name__} {error}") from error
+
+    async def save_processes(self, pair: str, standings: Iterable[Standing], forgotten: Iterable[str] = ()) -> None:
+        """Trainer processes of a pair, and those that are no longer known; otherwise like `save`."""
+        deletions = [("delete from processes where pair = ? and process = ?", (pair, one)) for one in forgotten]
+        await self._write([*(_saving_process(pair, standing) for standing in standings), *deletions])
+
     async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
         """A pair with its instances."""
         statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
@@ -124,8 +148,8 @@ class Store:
 
     async def forget(self, pair: str) -> None:
         """Removes a pair."""
-        deletions = [("delete from pairs where name = ?", (pair,)), ("delete from instances where pair = ?", (pair,))]
-        await self._write(deletions)
+        tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
+        await self._write([(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables])
 
     async def _save_later(self, instance: SavedInstance) -> None:
         try:
@@ -187,6 +211,22 @@ def _saving(instance: SavedInstance) -> _Statement:
     state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
     values = (instance.pair, instance.name, json.dumps(state))
     return "insert or replace into instances values (?, ?, ?)", values
+
+
+def _saving_process(pair: str, standing: Standing) -> _Statement:
+    state = {"process": _row(standing.process), "by": None if standing.by is None else _row(standing.by)}
+    return "insert or replace into processes values (?, ?, ?)", (pair, standing.process.process, json.dumps(state))
+
+
+def _row(process: TrainerProcess) -> list[int | float | str]:
+    """Its columns without the claim: to the next life of the gateway it is known for certain."""
+    return [process.rank, process.start, process.host, process.pid, process.registered, process.generation]
+
+
+def _standing_of(state: str) -> Standing:
+    found = json.loads(state)
+    by = None if found["by"] is None else TrainerProcess(*found["by"])
+    return Standing(TrainerProcess(*found["process"]), by)
 
 
 def _instance_of(pair: str, name: str, state: str) -> SavedInstance:

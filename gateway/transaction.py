@@ -1,5 +1,8 @@
 """How an update proceeds: the order of steps, the deadlines, and what a failure leads to.
 
+The order "run" is given when every trainer rank has digested its weights, and ranks digest them again after it: so both
+passes have the state of one moment, or differ. What must not be served is refused before it.
+
 From the order "run" until its commit an instance is fenced; when an update fails after that point its engine stays
 paused, and only a full verified update resumes it. A placement that changes before a byte was written is planned anew;
 one that changes under the transfer makes the layers concerned go out again, within the same update.
@@ -13,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 
 from weightcast.gateway.agreement import Agreement
@@ -23,10 +26,11 @@ from weightcast.gateway.merge import InstanceLayout
 from weightcast.gateway.pairs import Event, Phase, advance, check_version
 from weightcast.gateway.records import Order, UpdateRecord
 from weightcast.gateway.service import Pair, as_weightcast_error
-from weightcast.gateway.verify import DigestCounts
+from weightcast.gateway.verify import DigestCounts, NonFinite
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
+    NonFiniteError,
     PairStateError,
     StalePlanError,
     TransferError,
@@ -40,6 +44,10 @@ __all__ = ["update"]
 
 log = logging.getLogger("weightcast.gateway")
 
+_SHOWN = 4
+"""Tensors that a message names."""
+_NAMED_TENSORS = 20
+"""Tensors with values that are not finite which a record names."""
 _HEARING = 0.3
 """Seconds that other ranks have to say what they saw, after one has said why it failed."""
 
@@ -99,7 +107,7 @@ class _Update:
             failure = await self._heard(as_weightcast_error(error))
             reason = str(failure)
             if isinstance(failure, VersionError):
-                self._together.give_up(instance, reason)
+                self._together.give_up(instance, failure)
                 return await _refuse(pair, instance, version, failure)
             await self._fail(failure)
         committed = verified is not None
@@ -114,6 +122,8 @@ class _Update:
             verified,
             self._attempts,
             self._resends,
+            instance.non_finite[:_NAMED_TENSORS],
+            len(instance.non_finite),
         )
         instance.updates.append(record)
         pair.updated(instance.pair, instance.name, record)
@@ -194,6 +204,7 @@ class _Update:
         call = watched(instance, instance.driver.transfer(instance.group))
         try:
             await self._prepare(call)
+            await self._first_pass()
             await self._together.reach(instance, "ready", pair.spec.settings.longest)
             fenced = advance(instance.record, Event.TRANSFER)
             await instance.store.save(instance.saved(fenced))  # before the first byte, not after it
@@ -228,16 +239,51 @@ class _Update:
             instance.stale_layers = None
             raise StalePlanError(str(call.exception()))
 
+    async def _first_pass(self) -> None:
+        """Waits until every trainer rank has digested its weights, and looks at the values that they have counted.
+
+        Raises NonFiniteError naming tensors, ranks and counts of values that the instance does not take.
+        """
+        instance, senders, checks = self._instance, self._pair.spec.trainer_world, self._instance.checks
+        if self._pair.spec.verify is Verify.OFF or checks is None:
+            return
+        await instance.until(
+            lambda: len(instance.first_digests) == senders,
+            instance.settings.verify,
+            lambda: (
+                f"instance {instance.name}: trainer ranks {absent(instance.first_digests, senders)} did not digest "
+                "their weights before the transfer"
+            ),
+        )
+        first = dict(instance.first_digests)
+        if not any(len(report.values.row) for report in first.values()):
+            return
+        instance.non_finite = await asyncio.to_thread(checks.non_finite, first, instance.name)
+        refused = instance.spec.refused(instance.non_finite)
+        if refused:
+            raise NonFiniteError(
+                f"instance {instance.name}: values are not finite: {_listed(refused)}; version {self._version} was not "
+                "sent, and the one before goes on; mend the weights, or allow these tensors by allow_non_finite"
+            )
+        if instance.non_finite:
+            found = _listed(instance.non_finite)
+            log.warning("instance %s: values are not finite: %s", instance.name, found, extra=self._where)
+
     async def _transfer(self, call: asyncio.Task[None]) -> None:
         instance, senders = self._instance, self._pair.spec.trainer_world
+        # The call of an engine ends when its ranks have received, and what trainer ranks digest then is waited for with
+        # its own digests. Where there is no engine to call, the end of the transfer is heard by digests alone.
+        calls = instance.spec.kind != "worker"
 
         def missing() -> str:
-            late = absent(instance.trainer_digests, senders)
+            late = "" if calls else absent(instance.trainer_digests, senders)
             who = f"trainer ranks {late}" if late else "the engine"
             return f"instance {instance.name}: {who} did not finish the transfer"
 
         await instance.until(
-            lambda: call.done() and len(instance.trainer_digests) == senders, instance.settings.transfer, missing
+            lambda: call.done() and (calls or len(instance.trainer_digests) == senders),
+            instance.settings.transfer,
+            missing,
         )
         await call
 
@@ -263,8 +309,14 @@ class _Update:
         if self._pair.spec.verify is Verify.OFF:
             return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
-        sent, held = dict(instance.trainer_digests), dict(instance.digests)  # what is compared is what was kept
-        return await asyncio.to_thread(checks.compare, sent, instance.name, held, slots)
+        # What is compared is what was kept.
+        first, sent, held = dict(instance.first_digests), dict(instance.trainer_digests), dict(instance.digests)
+
+        def compare() -> DigestCounts:
+            checks.check_unchanged(first, sent)
+            return checks.compare(sent, instance.name, held, slots)
+
+        return await asyncio.to_thread(compare)
 
     async def _over(self, call: asyncio.Task[None]) -> None:
         """The engine's call must be over before anything else is asked of the engine; nobody waits long for the answer
@@ -325,11 +377,15 @@ class _Update:
         """Says what failed, closes the engine's session, and resumes the engine only if it holds one whole version."""
         instance = self._instance
         log.error("pair %s instance %s: update failed: %s", instance.pair, instance.name, error, extra=self._where)
-        self._together.give_up(instance, str(error))
-        if instance.record.phase is not Phase.FAILED:
+        self._together.give_up(instance, error)
+        untouched = isinstance(error, NonFiniteError) and instance.record.phase is Phase.PREPARING
+        if untouched:  # nothing is wrong with the instance, so it stays as it is
+            instance.on(Event.CANCEL, reason=str(error))
+        elif instance.record.phase is not Phase.FAILED:
             instance.on(Event.FAIL, reason=str(error))
         await self._best_effort("end the session", instance.driver.end())
-        await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
+        if not untouched:
+            await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
         # Only what was paused here is resumed: an engine may have been left paused by somebody who knew why.
         if instance.paused and not instance.record.fenced:
             await self._best_effort("resume", instance.driver.resume())
@@ -343,6 +399,12 @@ class _Update:
         except Exception as second:  # the first failure is the one to report
             name = type(second).__name__
             log.warning("instance %s: could not %s: %s %s", self._instance.name, what, name, second, extra=self._where)
+
+
+def _listed(values: Sequence[NonFinite]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(values) - _SHOWN} tensors more" if len(values) > _SHOWN else ""
+    return "; ".join(map(str, values[:_SHOWN])) + more
 
 
 def _moved_layers(before: InstanceLayout | None, now: InstanceLayout | None) -> set[int] | None:

@@ -3,6 +3,9 @@
 Every digest that the plan asks for must be there, from the rank that it asks. Inside the instance all regions of one
 cell must agree, so each replica of an expert is checked by itself. Then, per logical tensor and dtype, the cells of
 each side add up to one number whatever its layout, and the two numbers must be equal. Nothing missing counts as equal.
+
+A trainer's rank digests twice, and both passes must agree: else weights changed while they were sent. Its first pass
+also counts values that are not finite.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from threading import Lock
 import numpy as np
 
 from weightcast.transfer.dtypes import dtype_name
-from weightcast.transfer.errors import DigestMismatchError, LayoutError
+from weightcast.transfer.errors import DigestMismatchError, LayoutError, WeightsChangedError
 from weightcast.transfer.layout import NO_SLOT, IntArray
+from weightcast.transfer.names import number_ranges
 from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
 from weightcast.transfer.residues import DigestArray, add_runs, subtract
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["DigestCheck", "DigestCounts", "compare_digests"]
+__all__ = ["DigestCheck", "DigestCounts", "NonFinite", "compare_digests"]
 
 _FENCED = "the version is not committed; fence the instance and update it in full"
 _SHOWN_PLACES = 4
@@ -40,6 +44,26 @@ class DigestCounts:
     regions: int
     slot_regions: int
     replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """Values of a tensor that are not finite, on the trainer ranks `ranks`: `nan` are no number, `inf` infinite, and
+    `overflow` finite there, but not in `dtype`, in which an instance has the tensor. Values that several ranks hold
+    count once.
+    """
+
+    tensor: str
+    dtype: str
+    nan: int
+    inf: int
+    overflow: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = {"NaN": self.nan, "infinite": self.inf, "too large": self.overflow}
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return f"{self.tensor!r} as {self.dtype} on trainer ranks {number_ranges(set(self.ranks))}: {found}"
 
 
 class DigestCheck:
@@ -66,6 +90,65 @@ class DigestCheck:
         _check_replicas(held, sent.sums)
         _check_sums(sent.side, held, sent.sums)
         return _counts(held)
+
+    def check_unchanged(self, first: Mapping[int, DigestReport], second: Mapping[int, DigestReport]) -> None:
+        """Both passes of every trainer rank have the same digests. Raises WeightsChangedError naming tensors and ranks
+        that differ, DigestMismatchError for a report that misfits.
+        """
+        changed: dict[str, set[int]] = {}
+        for rank, report in sorted(second.items()):
+            rows = self._rows_of(rank)
+            for one in (first[rank], report):
+                _check_report(self._plan, rows, one, rank, None)
+            if report is first[rank]:
+                continue
+            tensors = np.unique(rows.tensor[report.digest != first[rank].digest])
+            for tensor in tensors.tolist():
+                changed.setdefault(self._plan.tensors.names[tensor], set()).add(rank)
+        if changed:
+            places = [
+                f"{name!r} on trainer ranks {number_ranges(ranks)}"
+                for name, ranks in list(changed.items())[:_SHOWN_PLACES]
+            ]
+            more = f" and {len(changed) - len(places)} tensors more" if len(changed) > len(places) else ""
+            raise WeightsChangedError(
+                f"the trainer's weights changed during update(): {', '.join(places)}{more} had other digests before "
+                f"they were sent than afterwards; let weights stand still until update() has returned; {_FENCED}"
+            )
+
+    def non_finite(self, first: Mapping[int, DigestReport], instance: str) -> tuple[NonFinite, ...]:
+        """What the trainer ranks have counted in the tensors of an instance, in its dtypes."""
+        plan = self._plan
+        counts: dict[tuple[int, int], dict[int, dict[int, list[int]]]] = {}
+        for rank, report in first.items():
+            if not len(report.values.row):
+                continue
+            rows = self._rows_of(rank)
+            _check_report(plan, rows, report, rank, None)
+            for row, *numbers in np.stack(report.values, axis=1).tolist():
+                key = int(rows.tensor[row]), int(rows.dtype[row])
+                counts.setdefault(key, {}).setdefault(int(rows.cell[row]), {})[rank] = numbers
+        if not counts:
+            return ()
+        wanted = plan.digests.between(*self._between(plan.instances.index(instance)))
+        keys = set(zip(wanted.tensor.tolist(), wanted.dtype.tolist(), strict=True))
+        found = []
+        for tensor, dtype in sorted(counts.keys() & keys):
+            cells = counts[tensor, dtype].values()
+            nan, inf, overflow = np.sum([np.max(list(cell.values()), axis=0) for cell in cells], axis=0).tolist()
+            ranks = tuple(sorted({rank for cell in cells for rank in cell}))
+            found.append(NonFinite(plan.tensors.names[tensor], dtype_name(dtype), nan, inf, overflow, ranks))
+        return tuple(found)
+
+    def _between(self, index: int) -> tuple[int, int]:
+        """The digest rows of an instance, or of the trainer."""
+        begin, end = np.searchsorted(self._plan.digests.instance, (index, index + 1)).tolist()
+        return begin, end
+
+    def _rows_of(self, rank: int) -> DigestRows:
+        """The digest rows of a trainer rank, as it reports them."""
+        rows = self._plan.digests.between(*self._between(TRAINER))
+        return rows.take(np.flatnonzero(rows.rank == rank))
 
     def _gathered(self, trainer: Mapping[int, DigestReport]) -> _Sent:
         """The trainer's side, checked; the last one, if it is of these very reports."""

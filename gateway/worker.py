@@ -20,7 +20,7 @@ from weightcast.gateway.client import GatewayClient, Registered
 from weightcast.gateway.digests import SharedDigests
 from weightcast.gateway.feed import OrderFeed
 from weightcast.gateway.heartbeat import Heartbeat
-from weightcast.gateway.membership import Member, Run, Waits, join, report_of
+from weightcast.gateway.membership import Joining, Member, Run, Waits, join, report_of
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
@@ -29,6 +29,7 @@ from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.transports.shared_memory import share_memory
+from weightcast.transfer.verification import Verify
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -53,6 +54,11 @@ class TrainerWorker:
     unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
     are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
     that resizes, offloads or pins its weights. Without it all bytes travel.
+
+    Of each rank of a pair's trainer one process is believed: the worker that connected last. It displaces the one
+    before it for good: whatever that one asks from then on raises DisplacedError, `connect` too. `takeover` lets this
+    worker's `connect` displace another one also when it was displaced itself: for a trainer that is to go on after it
+    was replaced by mistake; then all of its ranks need it.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class TrainerWorker:
         address: str = "127.0.0.1",
         deadline: float | None = None,
         share: Share = None,
+        takeover: bool = False,
     ) -> None:
         self._url, self._token = url, token
         self._client = GatewayClient(url, token)
@@ -81,21 +88,20 @@ class TrainerWorker:
         self._members: dict[str, Member] = {}
         self._running: dict[str, Run] = {}
         self._digests = SharedDigests()
-        self._start, self._generation = "", 0
+        self._takeover = takeover
+        # One process to the gateway, whose connects are numbered.
+        self._process, self._connects, self._generation = uuid.uuid4().hex, 0, 0
 
     def connect(self) -> None:
         """Describes and registers this rank, and joins the communicator of every instance.
 
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
-        on.
+        on; DisplacedError when another process has replaced this one.
         """
         self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
-        self._start = uuid.uuid4().hex
-        registered = self._register(self._layout)
-        if self._heartbeat is None:
-            path = f"{self._pair}/trainer/{self._rank}"
-            self._heartbeat = Heartbeat(self._url, self._token, path, self._start, self._waits.heartbeat)
+        self._connects += 1
+        registered = self._register(self._layout, takeover=self._takeover)
         instances = self._client.pair_status(self._pair)["instances"]
         names = [name for name, record in instances.items() if record["phase"] != "left"]
         if self._rank == 0:
@@ -110,21 +116,28 @@ class TrainerWorker:
         layout = self._source.describe()
         return share_memory(layout) if self._share == "in_place" else layout
 
-    def _register(self, layout: RankLayout) -> Registered:
+    def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
         """Orders for the trainer as it was before this are passed over."""
-        report = report_of(layout, self._rank, self._world)
-        registered = self._client.register_trainer(self._pair, report, self._start)
+        report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
+        registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
         self._generation = registered.generation
+        if self._heartbeat is None:
+            path = f"{self._pair}/trainer/{self._rank}"
+            self._heartbeat = Heartbeat(self._url, self._token, path, "", self._waits.heartbeat)
+        self._heartbeat.speak_as(self._client.incarnation)
         return registered
 
     def _feed(self, first_order: int, boot: str) -> OrderFeed:
         return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
     def update(self, version: int) -> UpdateResult:
-        """Brings every instance to `version`. Returns when all are decided.
+        """Brings every instance to `version`. Returns when all are decided. Until then the weights must stand still:
+        where they do not, it is found out, and nothing is served.
 
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
-        layout is no longer the one it registered, and UpdateError naming each instance that did not commit and why.
+        layout is no longer the one it registered, DisplacedError when another process has replaced this one,
+        PairStateError when another rank started anew and all have to connect again, and UpdateError naming each
+        instance that did not commit and why.
         """
         layout = self._describe()
         if self._layout is None:
@@ -137,10 +150,12 @@ class TrainerWorker:
             self._rebind(layout)
         boot = self._client.offer(self._pair, self._rank, version)
         if boot is None:
-            self._register(layout)  # the gateway was restarted
+            self._register(layout, resumes=True)  # the gateway was restarted
             boot = self._client.offer(self._pair, self._rank, version) or ""
         deadline = time.monotonic() + self._waits.gateway
-        self._digests.forget()
+        # While the others offer, the engines pause and their ranks get ready.
+        parts = [member.part for member in self._members.values()]
+        self._digests.begin(parts, layout, version, self._labels(version))
         names, first_order = self._client.begun(self._pair, version, boot, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
@@ -150,6 +165,7 @@ class TrainerWorker:
             lambda name, take: self._follow_update(name, version, take, reports),
             lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
             self._call_off,
+            self._call_all_off,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
@@ -210,7 +226,7 @@ class TrainerWorker:
                 layout,
                 self._backend,
                 self._address,
-                self._waits.join,
+                Joining.within(self._waits.join),
                 self._share,
             )
         except WeightcastError as error:
@@ -219,24 +235,40 @@ class TrainerWorker:
     def _follow_update(
         self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
     ) -> None:
-        member, layout = self._members.get(name), self._layout
-        if member is not None and layout is not None:
-            # While the engine pauses and its ranks get ready.
-            self._digests.start(member.part, layout, version, self._labels(version))
+        joined = False
         while True:
             order = take()
             if order["action"] == "join":
                 self._join(name, order["epoch"])
+                joined = True
+            elif order["action"] == "prepare" and order["version"] == version:
+                self._report_first_pass(name, order["epoch"], version)
             elif order["action"] == "run" and order["version"] == version:
-                self._run(name, order, reports)
+                self._run(name, order, reports, since=time.monotonic() if joined else 0.0)
             elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
                 return
 
     def _labels(self, version: int) -> dict[str, object]:
         return {"pair": self._pair, "version": version}
 
-    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport]) -> None:
-        """Sends this rank's part and reports its digests; a failure is told to the gateway, which ends the update."""
+    def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
+        """Tells the gateway what the weights are, before anything of them is sent."""
+        member, layout = self._members.get(name), self._layout
+        try:
+            if member is None or layout is None:
+                raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
+            if member.part.verify is not Verify.OFF:
+                report = self._digests.first(member.part, layout, version, self._labels(version)).report
+                self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report, first=True)
+        except Exception as error:
+            self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
+
+    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport], since: float) -> None:
+        """Sends this rank's part, digests once more and reports that; a failure is told to the gateway, which ends the
+        update. `since` is as in `SharedDigests.second`.
+        """
         member, layout = self._members.get(name), self._layout
         epoch, version = order["epoch"], order["version"]
         run: Run | None = None
@@ -245,19 +277,21 @@ class TrainerWorker:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             executor = member.executor_for(order["layers"], layout)
             labels = self._labels(version)
-            digesting = self._digests.start(member.part, layout, version, labels)
             if executor is not None and member.group is not None:
                 run = self._running[name] = Run(epoch, member.group)
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
                 # What is over cannot be called off: the update may end before this rank hears that it has reported.
                 del self._running[name]
-            digests = digesting.result()
+            digests = self._digests.second(member.part, layout, version, labels, since=since).result()
             if executor is not None:
-                reports[name] = replace(reports[name], digest_seconds=digests.seconds)
+                seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
+                reports[name] = replace(reports[name], digest_seconds=seconds)
             self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
-        except WeightcastError as error:
+        except Exception as error:
             if run is None or not run.called_off:
                 self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
         finally:
             self._running.pop(name, None)
 
@@ -269,12 +303,19 @@ class TrainerWorker:
             log.warning("the run is called off: %s", order["reason"], extra=where)
             run.call_off()
 
-    def _tell(self, name: str, epoch: int, error: WeightcastError) -> None:
+    def _call_all_off(self, error: BaseException) -> None:
+        """Ends all runs: the gateway gives this rank no more orders, as when another process has replaced it."""
+        for name, run in tuple(self._running.items()):
+            where = {"pair": self._pair, "instance": name, "rank": self._rank}
+            log.warning("the run is called off: %s", error, extra=where)
+            run.call_off()
+
+    def _tell(self, name: str, epoch: int, error: Exception) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}
         log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
         # A failure that arrives in an epoch that is over concerns nobody any more.
         with suppress(PairStateError):
-            self._client.fail(self._pair, name, epoch, f"trainer rank {self._rank}", error)
+            self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
 
 
 def _outcome(name: str, record: dict[str, Any]) -> str:

@@ -27,9 +27,23 @@ from weightcast.transfer.errors import EngineError, PairStateError, TransferErro
 from weightcast.transfer.layout import RankReport, Region, TensorSpec
 from weightcast.transfer.plan import RankPart
 from weightcast.transfer.residues import PRIME
+from weightcast.transfer.verification import ValueCounts
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["ALL", "BOTTOM", "STEPS", "TOP", "A", "B", "Engine", "Play", "Trainer", "connected", "make_pair"]
+__all__ = [
+    "ALL",
+    "BOTTOM",
+    "STEPS",
+    "TOP",
+    "A",
+    "B",
+    "Engine",
+    "Play",
+    "Trainer",
+    "connected",
+    "make_pair",
+    "reports_of",
+]
 
 STEPS = ["pause", "begin", "transfer", "end", "publish", "resume"]
 A, B = "rollout-0", "rollout-1"
@@ -44,10 +58,11 @@ def reports_of(ranks: Sequence[Sequence[Region]]) -> list[RankReport]:
     return [RankReport(rank, len(ranks), "", table) for rank, table in enumerate(tables_of(SPECS, ranks))]
 
 
-def digests_of(part: RankPart, version: int) -> DigestReport:
+def digests_of(part: RankPart, version: int, counts: ValueCounts | None = None) -> DigestReport:
     values = [int(volume) * (1000 + version) % PRIME for volume in volumes(part.digests.size)]
     digest = np.array([value << 32 | value for value in values], dtype=np.uint64)
-    return DigestReport(None if part.is_trainer else part.instance, part.rank, part.digests.cell, digest)
+    counts = ValueCounts.of({}) if counts is None else counts
+    return DigestReport(None if part.is_trainer else part.instance, part.rank, part.digests.cell, digest, counts)
 
 
 class Engine:
@@ -174,18 +189,23 @@ class Engine:
 class Trainer:
     """One trainer rank. `told` are the orders that ended an update or a connect, by instance.
 
-    `silent` makes it neither send nor digest.
+    `silent` makes it neither send nor digest, `mute` not report its first pass. Its weights change by `drifts` between
+    the passes; `values` (nan, inf, overflow) it counts in its first row.
     """
 
     def __init__(self, pair: Pair, rank: int) -> None:
         self.pair, self.rank = pair, rank
-        self.silent = False
+        self.silent = self.mute = False
+        self.starts = 0
+        self.drifts, self.values = 0, (0, 0, 0)
         self.parts: dict[str, RankPart] = {}
         self.cursor = dict.fromkeys(pair.instances, 0)
         self.told: dict[str, Order] = {}
 
     async def register(self) -> None:
-        await self.pair.register_trainer(self.rank, reports_of(TRAINER)[self.rank])
+        self.starts += 1
+        start = f"{id(self):x}.{self.starts}"
+        await self.pair.register_trainer(self.rank, reports_of(TRAINER)[self.rank], start)
 
     async def follow(self, *last: str) -> None:
         """Follows the orders of every instance to the first of the actions `last`."""
@@ -199,6 +219,13 @@ class Trainer:
             self.cursor[name] += 1
             if order.action == "join":
                 await self._join(name, order.epoch)
+            elif order.action == "prepare" and not self.mute:
+                await asyncio.sleep(0.01)
+                assert order.version is not None
+                report = digests_of(self.parts[name], order.version, ValueCounts.of({0: self.values}))
+                with suppress(VersionError, PairStateError):
+                    instance = self.pair.instance(name)
+                    await instance.report_digests(order.epoch, "trainer", self.rank, order.version, report, first=True)
             elif order.action == "run" and not self.silent:
                 await asyncio.sleep(0.01)
                 assert order.version is not None
@@ -211,7 +238,7 @@ class Trainer:
 
     async def _send(self, name: str, epoch: int, version: int) -> None:
         instance = self.pair.instance(name)
-        report = digests_of(self.parts[name], version)
+        report = digests_of(self.parts[name], version + self.drifts)
         await instance.report_digests(epoch, "trainer", self.rank, version, report)
 
     async def _join(self, name: str, epoch: int) -> None:

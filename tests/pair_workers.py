@@ -17,7 +17,7 @@ from plain_support import Piece, PlainSink
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.errors import UpdateError, WeightcastError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
@@ -81,7 +81,7 @@ class SlotSink:
 
     def check(self, version: int) -> list[str]:
         """What is wrong with this rank's memory for a version; empty when every byte is right."""
-        faults = []
+        faults: list[str] = []
         own = w_of(version)[:, self.columns * self.rank : self.columns * (self.rank + 1)]
         if not torch.equal(self.w, own):
             faults.append(f"w {self.w.tolist()}")
@@ -89,6 +89,24 @@ class SlotSink:
             if not torch.equal(self.slots[slot], expert_of(expert, version)):
                 faults.append(f"slot {slot} should hold expert {expert}: {self.slots[slot][0, 0]}")
         return faults
+
+
+class SettlingSink(SlotSink):
+    """A rank that keeps twice w beside it; what `settle` says of the numbers in `fails` is an error."""
+
+    def __init__(self, rank: int, world: int, row: list[int], fails: list[int]) -> None:
+        super().__init__(rank, world, row)
+        self.doubled = torch.full_like(self.w, float("nan"))
+        self.fails = [w_of(version)[0, self.columns * rank] for version in fails]
+
+    def settle(self) -> None:
+        if self.w[0, 0] in self.fails:
+            raise UpdateError("doubled could not be computed anew")
+        self.doubled.copy_(self.w).mul_(2)
+
+    def check(self, version: int) -> list[str]:
+        faults = super().check(version)
+        return faults if torch.equal(self.doubled, self.w * 2) else [*faults, f"doubled {self.doubled.tolist()}"]
 
 
 def create(
@@ -114,8 +132,8 @@ def trainer(
     worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=deadline)
     tell = worker._client.digests
 
-    def told(*arguments: Any) -> Any:
-        answer = tell(*arguments)
+    def told(*arguments: Any, **which: Any) -> Any:
+        answer = tell(*arguments, **which)
         time.sleep(deaf_seconds)
         return answer
 
@@ -141,9 +159,11 @@ def instance(
     """Serves until as many versions as `plays["versions"]` are committed; the faults of its memory after each.
 
     `plays` says what goes wrong: "rebalance" {version: row} changes the map after that version, "corrupt" flips a bit
-    of a slot between transfer and digest of that version.
+    of a slot between transfer and digest of that version, "unsettled" are versions after which rank 1 cannot settle.
     """
     sink = SlotSink(rank, world, row)
+    if "unsettled" in plays:
+        sink = SettlingSink(rank, world, row, plays["unsettled"] if rank == 1 else [])
     worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline)
     faults: list[list[str]] = []
     _play_corruption(worker, sink, plays)

@@ -24,12 +24,15 @@ START_SECONDS = 240.0
 
 
 class Nest:
-    """Starts the importing process on entry and ends it on exit. With `deep_ep` the DeepEP stand-in is importable."""
+    """Starts the importing process on entry and ends it on exit. With `deep_ep` the DeepEP stand-in is importable.
 
-    def __init__(self, deep_ep: bool = False) -> None:
+    With `models` all of SGLang's model classes are imported once, not in each process that builds one.
+    """
+
+    def __init__(self, deep_ep: bool = False, models: bool = False) -> None:
         context = get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, deep_ep))
+        self._process = context.Process(target=_serve, args=(theirs, deep_ep, models))
         self._theirs = theirs
 
     def __enter__(self) -> Self:
@@ -59,14 +62,14 @@ class Nest:
         return list(value)
 
 
-def _serve(pipe: Connection, deep_ep: bool) -> None:
+def _serve(pipe: Connection, deep_ep: bool, models: bool) -> None:
     if deep_ep:
         sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
     try:
         import sglang_support
 
         sglang_support.environment()
-        sglang_support.preload()
+        sglang_support.preload(models)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         return

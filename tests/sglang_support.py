@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from model_support import as_bytes
 from sglang_models import read_tensors
 
 from weightcast.adapters.checkpoint import read_headers
@@ -27,6 +28,16 @@ SMALL_SERVER: dict[str, Any] = {
     "disable_radix_cache": True,
     "host": "127.0.0.1",
 }
+
+
+_CPU_KERNELS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+_LIBRARIES: list[torch.library.Library] = []
+"""A library whose object is gone takes its definitions with it."""
 
 
 class Rank(NamedTuple):
@@ -58,14 +69,30 @@ def environment() -> None:
     }
 
 
-def preload() -> None:
-    """Imports what building a model needs, without starting anything."""
+def preload(models: bool = False) -> None:
+    """Imports what building a model needs, all model classes with `models`, without starting anything."""
+    if models:
+        stand_in_for_kernels()
     import sglang.srt.eplb.expert_location_updater
     import sglang.srt.model_loader.loader
     import sglang.srt.models.deepseek_v2
     import sglang.srt.models.qwen3
     import sglang.srt.models.qwen3_moe
     import sglang.srt.server_args  # noqa: F401
+
+    if models:
+        from sglang.srt.models.registry import ModelRegistry
+
+        ModelRegistry.get_supported_archs()
+
+
+def stand_in_for_kernels() -> None:
+    """Defines what modules of Qwen3-Next and its kin look up when they are imported, and what nothing here calls."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in _CPU_KERNELS:
+        library.define(f"{name}(Tensor a, Tensor b) -> Tensor")
+    _LIBRARIES.append(library)
+    torch.cuda.get_device_capability = lambda *_, **__: (9, 0)
 
 
 def boot(rank: int, world: int, port: int, path: str, **server: Any) -> Rank:
@@ -143,10 +170,6 @@ def poison(model: torch.nn.Module) -> None:
 def is_poisoned(t: torch.Tensor) -> bool:
     """Whether any element still has the bytes of `poison`."""
     return bool((as_bytes(t).view(-1, t.itemsize) == 0xFF).all(dim=1).any())
-
-
-def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def write(layout: RankLayout, checkpoint: dict[str, torch.Tensor]) -> None:

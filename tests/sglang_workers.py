@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from weightcast.adapters.checkpoint import read_headers
 from weightcast.adapters.sglang import SglangSink
 from weightcast.adapters.sglang_slots import Held
 from weightcast.transfer.audit import audit_dispatch
-from weightcast.transfer.errors import AgreementError, DescribeError
+from weightcast.transfer.errors import AgreementError, DescribeError, UpdateError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout import NO_SLOT, RankReport, TensorSpec
 
@@ -429,18 +430,37 @@ def small_models(rank: int, world: int, port: int, path: str, server: Server) ->
         (lambda m, g: m.loaded[:1].copy_(g["buffer"][1:]), r"rank 5: parameter 'loaded' of shape \[2\]: box at \[1\]"),
         (
             lambda m, g: m.cache[:2].copy_(g["buffer"]),
-            r"'buffer' is loaded \(aten.copy_.default\) into a tensor of shape",
+            r"tensor 'cache' is loaded or computed from checkpoint tensor 'buffer' \(aten.copy_.default\)",
         ),
         (lambda m, g: m.weight.data[2:].zero_(), r"the loader fills box \[2\] \+ \[2\] after it wrote 'weight' there"),
         (
             lambda m, g: m.tied.data[2:].copy_(g["buffer"]),
             r"parameter 'weight' .*\[2\] of size \[2\] is written by two",
         ),
-        (lambda m, g: m.loaded.copy_(g["buffer"] + 1), r"parameter 'loaded': the loader writes box \[0\] \+ \[2\]"),
+        (lambda m, g: m.loaded.copy_(g["buffer"] + 1), r"tensor 'loaded' is loaded or computed from .* 'buffer'"),
     ]
     for writes, message in faults:
         with pytest.raises(DescribeError, match=message):
             describe(writes)
+    for ends, message in (
+        (lambda m: m.weight.data.mul_(2), r"parameter 'weight': the engine writes it at the end of an update session"),
+        (lambda m: m.weight[:5].item(), r"the engine's end of an update session failed while it was traced: Run"),
+        (lambda m: m.cache.mul_(2), r"tensor 'cache' at the end of an update session is computed from its own or"),
+    ):
+        model = Small(derive)
+        model.post_load_weights = partial(ends, model)
+        with pytest.raises(DescribeError, match=message):
+            SglangSink(model, catalog, rank=5).describe()
+        assert SglangSink(model, catalog, rank=5, as_loaded=True).describe().notes.derived == ("derived",)
+    model = Small(lambda m, g: m.counter.copy_(m.weight[:1]).add_(1))
+    sink = SglangSink(model, catalog | {"buffer": TensorSpec((2,), "float32")}, rank=5)
+    with pytest.raises(UpdateError, match="rank 5 was not described"):
+        sink.settle()
+    layout = sink.describe()
+    assert (layout.notes.derived, layout.notes.parameter_bytes) == (("counter",), 16), "a persistent buffer, computed"
+    layout.view(0).fill_(3)
+    sink.settle()
+    assert model.counter.tolist() == [4.0]
     both = torch.zeros(6)
     model = Small(derive)
     model.weight, model.tied = (torch.nn.Parameter(part, requires_grad=False) for part in (both[:4], both[2:]))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from weightcast.gateway.asked import Asked, HotRoute, HotRoutes, Reply, json_reply
-from weightcast.gateway.bodies import OfferBody
+from weightcast.gateway.asked import Asked, HotRoute, HotRoutes, Reply, Speaker, json_reply
+from weightcast.gateway.bodies import RendezvousBody
 from weightcast.gateway.guard import MAX_JSON
 from weightcast.transfer.errors import InputError
 
@@ -19,10 +19,10 @@ async def nothing(_: Asked) -> Reply:
 
 
 ROUTES = [
-    HotRoute("GET", "/pairs/{name}/orders", nothing),
-    HotRoute("GET", "/pairs/{name}/instances/{instance}/orders", nothing),
-    HotRoute("POST", "/pairs/{name}/instances/{instance}/{epoch}/joined", nothing),
-    HotRoute("GET", "/pairs/{name}/instances/{instance}/{epoch}/parts/{side}/{rank}", nothing),
+    HotRoute("GET", "/pairs/{name}/orders", Speaker.ANYBODY, nothing),
+    HotRoute("GET", "/pairs/{name}/instances/{instance}/orders", Speaker.ANYBODY, nothing),
+    HotRoute("POST", "/pairs/{name}/instances/{instance}/{epoch}/{side}/{rank}/joined", Speaker.ANYBODY, nothing),
+    HotRoute("GET", "/pairs/{name}/instances/{instance}/{epoch}/parts/{side}/{rank}", Speaker.ANYBODY, nothing),
 ]
 
 
@@ -31,7 +31,11 @@ ROUTES = [
     [
         ("GET", "/pairs/p/orders", (0, {"name": "p"})),
         ("GET", "/pairs/p/instances/i/orders", (1, {"name": "p", "instance": "i"})),
-        ("POST", "/pairs/p/instances/orders/3/joined", (2, {"name": "p", "instance": "orders", "epoch": "3"})),
+        (
+            "POST",
+            "/pairs/p/instances/orders/3/trainer/0/joined",
+            (2, {"name": "p", "instance": "orders", "epoch": "3", "side": "trainer", "rank": "0"}),
+        ),
         (
             "GET",
             "/pairs/p/instances/i/3/parts/x/orders",
@@ -57,7 +61,7 @@ def test_routes_are_found(method: str, path: str, found: tuple[int, dict[str, st
 
 def test_routes_that_cannot_be_told_apart() -> None:
     with pytest.raises(ValueError, match="two hot routes"):
-        HotRoutes([*ROUTES, HotRoute("GET", "/groups/{name}/orders", nothing)])
+        HotRoutes([*ROUTES, HotRoute("GET", "/groups/{name}/orders", Speaker.ANYBODY, nothing)])
 
 
 def asked(query: str = "", *messages: MutableMapping[str, Any]) -> Asked:
@@ -99,15 +103,15 @@ def test_what_a_query_may_not_say(query: str, ask: Any, message: str) -> None:
 
 def test_bodies_come_in_pieces_or_not_at_all() -> None:
     async def run() -> None:
-        first, last = {"type": "http.request", "body": b'{"rank": 1,', "more_body": True}, {"body": b'"version": 2}'}
-        body = await asked("", first, {"type": "http.request", **last}).json(OfferBody)
-        assert (body.rank, body.version) == (1, 2)
+        first, last = {"type": "http.request", "body": b'{"port": 1,', "more_body": True}, {"body": b'"host": "h"}'}
+        body = await asked("", first, {"type": "http.request", **last}).json(RendezvousBody)
+        assert (body.port, body.host) == (1, "h")
         with pytest.raises(InputError, match="ends before its body does"):
             await asked("", first, {"type": "http.disconnect"}).body()
-        with pytest.raises(InputError, match=r"^body.rank: Field required$"):
-            await asked("", {"type": "http.request", "body": b"{}"}).json(OfferBody)
-        large = b'{"rank": 1, "version": 2' + b" " * MAX_JSON + b"}"
+        with pytest.raises(InputError, match=r"^body.host: Field required$"):
+            await asked("", {"type": "http.request", "body": b"{}"}).json(RendezvousBody)
+        large = b'{"port": 1, "host": "h"' + b" " * MAX_JSON + b"}"
         with pytest.raises(InputError, match=r"the body has \d+ bytes, expected at most 1048576 of JSON"):
-            await asked("", {"type": "http.request", "body": large}).json(OfferBody)
+            await asked("", {"type": "http.request", "body": large}).json(RendezvousBody)
 
     asyncio.run(run())

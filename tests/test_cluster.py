@@ -248,3 +248,17 @@ def test_nodes_of_one_name_are_told_apart():
 def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(InputError, match="No such file"):
         read_spec(tmp_path / "none.toml")
+
+
+def test_what_a_file_says_of_values_is_in_the_engine_s_record(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        'pair = "main"\n[trainer]\nranks = 1\nentry = "a:b"\n'
+        '[[instance]]\nname = "e"\nworld_size = 1\nkind = "worker"\nallow_non_finite = ["*.mask"]\n'
+        '[[instance]]\nname = "f"\nworld_size = 1\nkind = "worker"\nnon_finite = "report"\n'
+    )
+    plain = {"kind": "worker", "world_size": 1}
+    assert [one.record("") for one in read_spec(file).instances] == [
+        {**plain, "allow_non_finite": ["*.mask"]},
+        {**plain, "non_finite": "report"},
+    ]

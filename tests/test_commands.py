@@ -19,6 +19,7 @@ from layout_support import TINY, moe_report
 from spawn_support import free_port
 
 from weightcast.cli import main
+from weightcast.commands import status as status_command
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout import RankReport, Region, RegionTable
@@ -68,14 +69,14 @@ def whole(reports: list[RankReport]) -> RankReport:
 def register(url: str, pair: str, error: Exception | None = None) -> None:
     """A trainer and an instance of two ranks that register and go no further; `error` is what one of them says."""
     reports = [moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]
-    with GatewayClient(url) as client:
+    with GatewayClient(url) as client, GatewayClient(url) as engine:
         client.create_pair(pair, 1, {"rollout-0": {"kind": "worker", "world_size": 2}}, {"join": 1.0})
         client.register_trainer(pair, whole(reports))
         if error is not None:
-            client.fail(pair, "rollout-0", 1, "rollout-0 rank 1", error)
+            engine.fail(pair, "rollout-0", 1, "instance", 1, error)
         else:
             for report in reports:
-                client.register_instance(pair, "rollout-0", 1, report)
+                engine.register_instance(pair, "rollout-0", 1, report)
         client.start_connect(pair)
         limit = time.monotonic() + 30.0
         while client.pair_status(pair)["instances"]["rollout-0"]["phase"] != "failed":
@@ -161,6 +162,18 @@ def test_status_is_watched_as_json(gateway: str) -> None:
         assert [list(json.loads(process.stdout.readline())) for _ in range(2)] == [["pairs"]] * 2
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
+
+
+def test_status_tells_of_values_that_were_not_finite() -> None:
+    found = {"tensor": "w", "dtype": "bfloat16", "nan": 1, "inf": 0, "overflow": 2, "ranks": [0]}
+    update = {"version": 4, "committed": True, "non_finite": [found], "non_finite_tensors": 3}
+    expected = "version 4 has values that are not finite: 'w': 1 NaN, 0 infinite, 2 too large, and 2 tensors more"
+    assert status_command._values({"updates": [update]}) == expected
+    assert (
+        status_command._values({"updates": []})
+        == status_command._values({"updates": [{**update, "committed": False}]})
+        == ""
+    )
 
 
 def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) -> None:

@@ -382,8 +382,9 @@ def interpreted_kernel(rank: int, world: int, _: int) -> None:
             words = torch.randint(limit.min, limit.max + 1, (rows, 2 * size), generator=generator).to(dtype)[:, ::2]
             words[0, 0] = limit.min
             constants = torch.randint(1, (1 << 24) + 1, (2, size), generator=generator)
-            found = (row_sums(words, constants) % PRIME).tolist()
-            assert found == [
+            sums, peaks = row_sums(words, constants)
+            assert peaks.tolist() == [max(word & limit.max for word in row) for row in words.tolist()]
+            assert (sums % PRIME).tolist() == [
                 [sum(map(operator.mul, row, c)) % PRIME for row in words.tolist()] for c in constants.tolist()
             ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -10,13 +11,13 @@ import torch
 from plain_support import Piece, describe_pieces
 
 from weightcast.gateway import digests as gateway_digests
-from weightcast.gateway.digests import PartDigests, SharedDigests
+from weightcast.gateway.digests import Digested, PartDigests, SharedDigests
 from weightcast.gateway.verify import compare_digests
 from weightcast.transfer.digesting import Digester
-from weightcast.transfer.errors import DigestMismatchError
+from weightcast.transfer.errors import DigestMismatchError, WeightsChangedError
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.plan import TransferPlan
+from weightcast.transfer.plan import RankPart, TransferPlan
 from weightcast.transfer.planner import plan_transfer
 from weightcast.transfer.verification import Verify
 
@@ -83,17 +84,97 @@ def test_what_was_prepared_serves_until_rows_or_layout_are_others(monkeypatch: p
     assert len(made) == 3
 
 
-def test_a_trainer_rank_digests_a_version_once_for_all_instances() -> None:
+def shared(*parts: RankPart, layout: RankLayout) -> SharedDigests:
+    made = SharedDigests()
+    made.begin(parts, layout, 1)
+    return made
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Each pass that is made, whether it counts values."""
+    passes: list[bool] = []
+    report = PartDigests.report
+
+    def counted(self: PartDigests, *arguments: object, values: bool = False) -> Digested:
+        passes.append(values)
+        return report(self, *arguments, values=values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PartDigests, "report", counted)
+    return passes
+
+
+def test_a_trainer_rank_makes_two_passes_for_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _, plan = pair()
     parts = [PlanParts(plan).trainer_part(name, 0) for name in ("a", "b")]
-    shared = SharedDigests()
-    first, second = (shared.start(part, trainer, 1) for part in parts)
-    assert first is second
-    assert first.result().report.digest.tolist() == PartDigests().report(parts[0], trainer, 1).report.digest.tolist()
-    fewer = dataclasses.replace(parts[0], digests=parts[0].digests.between(0, 1))
-    assert len(shared.start(fewer, trainer, 1).result().report) == 1
+    alone = PartDigests().report(parts[0], trainer, 1).report.digest.tolist()
+    passes, digests = counting(monkeypatch), shared(*parts, layout=trainer)
+    assert [digests.first(part, trainer, 1).report.digest.tolist() for part in parts] == [alone, alone]
+    one, other = (digests.second(part, trainer, 1) for part in parts)
+    assert one is other
+    assert one.result().report.digest.tolist() == alone
+    assert passes == [True, False]
     trainer.view(0)[0, 0] = 5.0
-    shared.forget()
-    again = shared.start(parts[0], trainer, 1)
-    assert again.result().report.digest.tolist() != first.result().report.digest.tolist()
-    shared.close()
+    digests.begin(parts, trainer, 1)
+    assert digests.first(parts[0], trainer, 1).report.digest.tolist() != alone, "even of the same version"
+    digests.close()
+
+
+def test_an_instance_that_joined_meanwhile_has_a_second_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may have made another first pass for it, so what was read before it was told to run is too early."""
+    trainer, _, plan = pair()
+    part = PlanParts(plan).trainer_part("a", 0)
+    passes, digests = counting(monkeypatch), shared(part, layout=trainer)
+    early = digests.second(part, trainer, 1)
+    late = digests.second(part, trainer, 1, since=time.monotonic())
+    assert late is not early
+    assert digests.second(part, trainer, 1) is late
+    late.result()
+    assert passes == [True, False, False]
+    digests.close()
+
+
+def test_all_first_passes_of_an_update_end_before_one_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that instances that were planned apart are of one state."""
+    trainer, _, plan = pair()
+    part = PlanParts(plan).trainer_part("a", 0)
+    fewer = dataclasses.replace(part, digests=part.digests.between(0, 1))
+    passes, digests = counting(monkeypatch), shared(part, fewer, layout=trainer)
+    digests.first(part, trainer, 1)
+    assert passes == [True, True]
+    digests.close()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_instance_planned_anew_meanwhile_finds_the_weights_as_they_were(changed: bool) -> None:
+    trainer, _, plan = pair()
+    part = PlanParts(plan).trainer_part("a", 0)
+    fewer = dataclasses.replace(part, digests=part.digests.between(0, 1))
+    digests = shared(part, layout=trainer)
+    digests.second(part, trainer, 1).result()
+    if changed:
+        trainer.view(0)[0, 0] += 1.0
+        with pytest.raises(
+            WeightsChangedError, match=r"weights changed during update\(\) while .* connected anew: w; let"
+        ):
+            digests.first(fewer, trainer, 1)
+    else:
+        assert len(digests.first(fewer, trainer, 1).report) == 1
+    digests.close()
+
+
+def test_instances_planned_apart_do_not_displace_each_other_s_digesters(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, plan = pair()
+    part = PlanParts(plan).trainer_part("a", 0)
+    fewer = dataclasses.replace(part, digests=part.digests.between(0, 1))
+    made: list[int] = []
+
+    def counted(layout: RankLayout, *columns: np.ndarray) -> Digester:
+        made.append(len(columns[0]))
+        return Digester(layout, *columns)
+
+    monkeypatch.setattr(gateway_digests, "Digester", counted)
+    digests = shared(part, fewer, layout=trainer)
+    for one in (part, fewer):
+        digests.second(one, trainer, 1).result()
+    assert made == [len(part.digests), 1]
+    digests.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
@@ -16,18 +17,16 @@ from weightcast.transfer.errors import EngineError, InputError
 
 GROUP = "weightcast/main/rollout-0/1"
 PORT = 8900
-TEXT = "Cache flushed.\nPlease check backend logs for more details.\n"
 
 # What SGLang 0.5.23 answers when it did as asked (`srt/entrypoints/http_server.py`).
 SUCCESS = {"success": True, "message": "Succeeded."}
 PAUSED = {"message": "Generation paused successfully.", "status": "ok"}
-ROUTES: dict[str, dict[str, Any] | str] = {
+ROUTES: dict[str, dict[str, Any]] = {
     "/init_weights_update_group": SUCCESS,
     "/pause_generation": PAUSED,
     "/begin_weight_update": SUCCESS,
     "/update_weights_from_distributed": SUCCESS,
     "/end_weight_update": SUCCESS,
-    "/flush_cache": TEXT,
     "/update_weight_version": SUCCESS,
     "/continue_generation": PAUSED,
     "/destroy_weights_update_group": SUCCESS,
@@ -49,7 +48,7 @@ ASKS = {
     "begin": "/begin_weight_update",
     "transfer": "/update_weights_from_distributed",
     "end": "/end_weight_update",
-    "publish": "/flush_cache",
+    "publish": "/update_weight_version",
     "resume": "/continue_generation",
     "disconnect": "/destroy_weights_update_group",
 }
@@ -61,11 +60,14 @@ def answer_of(path: str, said: dict[str, Any] | str | bytes, status: int = 200) 
     return httpx.Response(status, content=said)
 
 
-class Server:
-    """Answers as SGLang does, but for `odd`, path -> answer; keeps (path, body) of each call."""
+Odd: TypeAlias = httpx.Response | httpx.HTTPError
 
-    def __init__(self, odd: dict[str, httpx.Response | httpx.HTTPError] | None = None) -> None:
-        self.odd = odd or {}
+
+class Server:
+    """Answers as SGLang does, but for `odd`, path -> answer, or answers in turn; keeps (path, body) of each call."""
+
+    def __init__(self, odd: Mapping[str, Odd | list[httpx.Response]] | None = None) -> None:
+        self.odd = dict(odd or {})
         self.calls: list[tuple[str, Any]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -73,14 +75,16 @@ class Server:
         path = request.url.path
         self.calls.append((path, json.loads(request.content)))
         said = self.odd.get(path, answer_of(path, ROUTES[path]))
+        if isinstance(said, list):
+            said = said.pop(0)
         if isinstance(said, httpx.HTTPError):
             raise said
         return said
 
 
-def driver_of(server: Server, pause: PauseMode = "abort") -> SGLangDriver:
+def driver_of(server: Server, pause: PauseMode = "abort", patience: float = 30.0) -> SGLangDriver:
     spec = EngineSpec("sglang", 2, "http://engine:30000", pause)
-    return SGLangDriver("rollout-0", spec, 5.0, httpx.MockTransport(server))
+    return SGLangDriver("rollout-0", spec, 5.0, httpx.MockTransport(server), patience)
 
 
 def follow(driver: EngineDriver, *steps: str) -> None:
@@ -101,11 +105,12 @@ def refusal(driver: EngineDriver, step: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(("pause", "flushes"), [("abort", True), ("retract", True), ("in_place", False)])
-def test_a_whole_update(pause: PauseMode, flushes: bool) -> None:
-    """Requests that go on in place need the cache they have; every other mode flushes before the version is stamped."""
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+def test_a_whole_update(pause: PauseMode) -> None:
+    """Ranks drop caches themselves. "abort" alone lets the scheduler go on, so it is stopped then."""
     server = Server()
     follow(driver_of(server, pause), *STEPS)
+    assert re.fullmatch(f"{GROUP}/{pause}/[0-9a-f]{{8}}", server.calls[0][1]["group_name"])
     assert server.calls == [
         (
             "/init_weights_update_group",
@@ -114,11 +119,12 @@ def test_a_whole_update(pause: PauseMode, flushes: bool) -> None:
                 "master_port": PORT,
                 "rank_offset": 0,
                 "world_size": 2,
-                "group_name": GROUP,
+                "group_name": server.calls[0][1]["group_name"],
                 "backend": "tcp",
             },
         ),
         ("/pause_generation", {"mode": pause}),
+        *([("/pause_generation", {"mode": "retract"})] if pause == "abort" else []),
         ("/begin_weight_update", {"selector": "target"}),
         (
             "/update_weights_from_distributed",
@@ -133,7 +139,6 @@ def test_a_whole_update(pause: PauseMode, flushes: bool) -> None:
             },
         ),
         ("/end_weight_update", {}),
-        *([("/flush_cache", {})] if flushes else []),
         ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
         ("/continue_generation", {}),
         ("/destroy_weights_update_group", {"group_name": GROUP}),
@@ -148,24 +153,55 @@ def test_a_refusal_by_status(step: str) -> None:
     assert message == f"instance rollout-0: {path} answered 400: LayoutError: tensor 'w' has shape [8]"
 
 
-@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"publish", "pause", "resume"}))
+@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"pause", "resume"}))
 def test_a_refusal_that_comes_with_status_200(step: str) -> None:
     path = ASKS[step]
     server = Server({path: answer_of(path, {"success": False, "message": "no session is open"})})
     assert refusal(driver_of(server), step) == f"instance rollout-0: {path} answered 200: no session is open"
 
 
-def test_a_refused_version_is_a_failure_of_publishing() -> None:
-    path = "/update_weight_version"
-    server = Server({path: answer_of(path, {"success": False, "message": "busy"})})
-    assert refusal(driver_of(server), "publish") == f"instance rollout-0: {path} answered 200: busy"
+def said(message: str, success: bool = True) -> httpx.Response:
+    return httpx.Response(200 if success else 400, json={"success": success, "message": message})
 
 
-def test_a_failed_flush_stamps_no_version() -> None:
-    server = Server({"/flush_cache": answer_of("/flush_cache", "Flush cache failed.\n", 400)})
-    message = refusal(driver_of(server), "publish")
-    assert message == "instance rollout-0: /flush_cache answered 400: Flush cache failed."
-    assert [path for path, _ in server.calls] == ["/flush_cache"]
+def test_a_connect_is_asked_for_until_the_first_rank_has_joined() -> None:
+    path = "/init_weights_update_group"
+    server = Server({path: [said("connecting"), said("connecting"), said("joined")]})
+    follow(driver_of(server), "connect")
+    assert [asked for asked, _ in server.calls] == [path] * 3
+    calls = {body["group_name"] for _, body in server.calls}
+    follow(driver_of(again := Server()), "connect")
+    assert len(calls | {again.calls[0][1]["group_name"]}) == 2, "one name a connect, and for each another"
+
+
+def test_a_connect_that_fails_after_it_began() -> None:
+    path = "/init_weights_update_group"
+    server = Server({path: [said("connecting"), said("TransferError: gateway; is it up?", success=False)]})
+    message = refusal(driver_of(server), "connect")
+    assert message == f"instance rollout-0: {path} answered 400: TransferError: gateway; is it up?"
+
+
+BUSY = said("PairStateError: busy: 3 run, 2 wait", success=False)
+TRANSFER = "/update_weights_from_distributed"
+
+
+def test_a_busy_engine_is_asked_again() -> None:
+    server = Server({TRANSFER: [BUSY, BUSY, said("receives")]})
+    follow(driver_of(server), "transfer")
+    assert [path for path, _ in server.calls] == [TRANSFER] * 3
+
+
+def test_an_engine_that_stays_busy_is_a_failure_before_anything_was_written() -> None:
+    server = Server({TRANSFER: [BUSY] * 100})
+    message = refusal(driver_of(server, patience=0.7), "transfer")
+    assert message == f"instance rollout-0: {TRANSFER} answered 400: PairStateError: busy: 3 run, 2 wait"
+    assert 2 <= len(server.calls) < 100
+
+
+def test_any_other_refusal_of_a_transfer_is_final() -> None:
+    server = Server({TRANSFER: [said("DescribeError: no", success=False), said("receives")]})
+    assert refusal(driver_of(server), "transfer").endswith("answered 400: DescribeError: no")
+    assert len(server.calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,7 +216,7 @@ def test_a_failed_flush_stamps_no_version() -> None:
         (b"\xff\xfe\x00", "\ufffd\ufffd\x00"),
     ],
 )
-@pytest.mark.parametrize("step", sorted(STEPS.keys() - {"publish"}))
+@pytest.mark.parametrize("step", STEPS)
 def test_an_answer_that_does_not_say_success_is_none(step: str, said: str | bytes, shown: str) -> None:
     path = ASKS[step]
     message = refusal(driver_of(Server({path: answer_of(path, said)})), step)

@@ -235,11 +235,12 @@ def test_tokens_of_each_scope_come_from_the_environment() -> None:
     address, process = start(**variables)
     try:
         found: dict[str, Any] = {}
+        rank = "/pairs/operator/instances/a/ranks/0"
         for name, token in (("operator", TOKENS.operator), ("worker", TOKENS.worker), ("read", TOKENS.read)):
             url = f"http://{address}"
             body = {"trainer_world": 1, "instances": {"a": {"kind": "worker", "world_size": 1}}}
             created = httpx.put(f"{url}/pairs/{name}", json=body, headers=bearer(token), trust_env=False)
-            beat = httpx.post(f"{url}/pairs/operator/trainer/0/beat", json={}, headers=bearer(token), trust_env=False)
+            beat = httpx.post(f"{url}{rank}/beat", json={}, headers=bearer(token), trust_env=False)
             health = httpx.get(f"{url}/healthz", headers=bearer(token), trust_env=False)
             found[name] = (created.status_code, beat.status_code, health.json()["status"])
         assert found == {"operator": (200, 200, "ok"), "worker": (403, 200, "ok"), "read": (403, 403, "ok")}

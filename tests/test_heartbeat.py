@@ -12,13 +12,14 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_support import A, B, Play, connected
+from engine_support import ALL, A, B, Play, connected, reports_of
 from gateway_support import running_gateway
 
 from weightcast.gateway import pool, transaction
 from weightcast.gateway.changes import Side
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.heartbeat import Heartbeat
+from weightcast.gateway.incarnations import HEADER
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.settings import Settings
@@ -203,9 +204,13 @@ def test_a_gateway_that_is_stopped_tells_those_who_wait_to_ask_again() -> None:
         with running_gateway() as (url, token):
             with GatewayClient(url, token) as client:
                 client.create_pair("stopped", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
-            headers = {"Authorization": f"Bearer {token}"}
-            ask = partial(httpx.get, headers=headers, timeout=30, trust_env=False)
-            answers = [pool.submit(ask, f"{url}/pairs/stopped/{path}") for path in paths]
+                client.register_trainer("stopped", reports_of([[ALL]])[0])
+                trainer = {HEADER: str(client.incarnation)}
+            ask = partial(httpx.get, timeout=30, trust_env=False)
+            answers = []
+            for path, extra in zip(paths, (trainer, trainer, {}), strict=True):
+                headers = {"Authorization": f"Bearer {token}", **extra}
+                answers.append(pool.submit(ask, f"{url}/pairs/stopped/{path}", headers=headers))
             time.sleep(1.0)
             assert not any(answer.done() for answer in answers)
         found = [answer.result() for answer in answers]

@@ -65,7 +65,7 @@ def test_text(table: InspectTable) -> None:
         "1      0       1     0,1",
         "",
         "dispatch audit: 24 entries of 2 ranks agree, all ranks have the same table",
-        "derived by the engine after an update: layers 0-1, self_attn.w_kc",
+        "computed from parameters after an update: layers 0-1, self_attn.w_kc",
         "left out: layers 61, eh_proj (MTP layer, not loaded)",
     ]
 

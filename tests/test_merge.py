@@ -177,6 +177,22 @@ def test_another_dtype_than_the_trainer_is_no_fault() -> None:
     merge_instance("rollout-0", [report(0, 1, [whole("a")])], {"a": TensorSpec((4, 4), "float32")})
 
 
+@pytest.mark.parametrize("held", ["int8", "uint8", "int32", "bool", "float8_e8m0fnu", "int64"])
+def test_dtypes_between_which_values_would_change_unseen(held: str) -> None:
+    """Only what cannot become bfloat16, or becomes another number there."""
+    catalog = {"a": TensorSpec((4, 4), held), "b": TensorSpec((4, 4), held)}
+    ranks = [report(0, 1, [whole("a"), whole("b")])]
+    if held == "float8_e8m0fnu":  # powers of two, all of which bfloat16 has
+        merge_instance("rollout-0", ranks, catalog)
+        return
+    with pytest.raises(LayoutError) as caught:
+        merge_instance("rollout-0", ranks, catalog)
+    assert str(caught.value) == (
+        f"tensor 'a' has dtype {held} on the trainer and bfloat16 on rollout-0: a cast would change its values unseen; "
+        "load the engine with the trainer's dtype, or convert the tensor on the trainer; 1 tensors more are like it"
+    )
+
+
 # ---- expert slots
 
 EXPERT = "model.layers.{}.mlp.experts.{}.{}.weight"

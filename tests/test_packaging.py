@@ -36,6 +36,7 @@ NEED_TORCH = (
     "weightcast.transfer.executor",
     "weightcast.transfer.lending",
     "weightcast.transfer.neighbours",
+    "weightcast.transfer.non_finite",
     "weightcast.transfer.reading",
     "weightcast.transfer.rounds",
     "weightcast.transfer.runs",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,17 +69,15 @@ def post(server: ServerProcess, path: str, **body: Any) -> tuple[int, dict[str, 
 
 
 def init_group(server: ServerProcess, url: str, group: str, world_size: int = 1) -> tuple[int, dict[str, Any]]:
+    """What comes of a connect: the call says that it began, and when it is made again how it goes on."""
     host, port = url.removeprefix("http://").split(":")
-    return post(
-        server,
-        "/init_weights_update_group",
-        master_address=host,
-        master_port=int(port),
-        rank_offset=0,
-        world_size=world_size,
-        group_name=group,
-        backend="gloo",
-    )
+    group = group.replace("CALL", uuid.uuid4().hex[:8]) if group.count("/") == 5 else group
+    body = {"master_address": host, "master_port": int(port), "rank_offset": 0, "world_size": world_size}
+    while True:
+        status, answer = post(server, "/init_weights_update_group", **body, group_name=group, backend="gloo")
+        if answer["message"] != "connecting":
+            return status, answer
+        time.sleep(0.1)
 
 
 def still_serves(server: ServerProcess) -> bool:
@@ -88,11 +88,12 @@ def still_serves(server: ServerProcess) -> bool:
 @pytest.mark.parametrize(
     ("group", "world_size", "said"),
     [
-        ("weightcast/nope/rollout-0/1", 1, "InputError: there is no pair 'nope'"),
-        ("weightcast/nope/rollout-0", 1, "is not weightcast/PAIR/INSTANCE/EPOCH"),
-        ("weightcast/main/rollout-0/1", 2, "instance rollout-0 has 1 ranks, the pair says 2"),
-        ("weightcast/main/rollout-9/1", 1, "pair main has no instance 'rollout-9'; it has rollout-0"),
-        ("weightcast/main/rollout-0/7", 1, "PairStateError: instance rollout-0 is in epoch 1, not 7"),
+        ("weightcast/nope/rollout-0/1/abort/CALL", 1, "InputError: there is no pair 'nope'"),
+        ("weightcast/nope/rollout-0/1", 1, "is not weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL"),
+        ("weightcast/nope/rollout-0/1/stop/CALL", 1, "is not weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL"),
+        ("weightcast/main/rollout-0/1/abort/CALL", 2, "instance rollout-0 has 1 ranks, the pair says 2"),
+        ("weightcast/main/rollout-9/1/abort/CALL", 1, "pair main has no instance 'rollout-9'; it has rollout-0"),
+        ("weightcast/main/rollout-0/7/abort/CALL", 1, "PairStateError: instance rollout-0 is in epoch 1, not 7"),
     ],
 )
 def test_a_failed_connect_is_an_answer(
@@ -108,7 +109,7 @@ def test_a_failed_connect_is_an_answer(
 
 
 def test_a_gateway_that_is_not_there_is_an_answer(server: ServerProcess) -> None:
-    status, answer = init_group(server, f"http://127.0.0.1:{free_port()}", "weightcast/main/rollout-0/1")
+    status, answer = init_group(server, f"http://127.0.0.1:{free_port()}", "weightcast/main/rollout-0/1/retract/CALL")
     assert (status, answer["success"]) == (400, False)
     assert "is it up?" in answer["message"]
     assert still_serves(server)

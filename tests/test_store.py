@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -14,22 +15,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_support import STEPS, A, B, Engine, Play, Trainer
+from engine_support import ALL, STEPS, A, B, Engine, Play, Trainer, reports_of
 from gateway_support import running_gateway
 from spawn_support import free_port
 
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.engines import EngineSpec
+from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.store import SavedInstance, Store
-from weightcast.transfer.errors import ControlError
+from weightcast.transfer.errors import ControlError, DisplacedError
 from weightcast.transfer.topology import Topology
 
 SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
 SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
+FIRST = TrainerProcess(0, "a.1", "h0", 812, 1e9, 1)
+SECOND = TrainerProcess(0, "b.1", "h1", 977, 1e9 + 153.5, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,73 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (second, [])]
         await again.forget("main")
         assert again.load() == [(second, [])]
+        again.close()
+
+    asyncio.run(run())
+
+
+def test_trainer_processes_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await store.save_pair(SPEC, [])
+        await store.save_processes("main", [Standing(FIRST)])
+        await store.save_processes("main", [Standing(FIRST, SECOND), Standing(SECOND)])
+        await store.save_processes("other", [Standing(SECOND)])
+        store.close()
+        again = opened(tmp_path / "state")
+        assert again.load_processes("main") == [Standing(FIRST, SECOND), Standing(SECOND)]
+        await again.save_processes("main", [], ["a"])
+        assert again.load_processes("main") == [Standing(SECOND)]
+        await again.forget("main")
+        assert (again.load_processes("main"), again.load_processes("other")) == ([], [Standing(SECOND)])
+        again.close()
+
+    asyncio.run(run())
+
+
+def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path: Path) -> None:
+    """`states/format-1.db` was written by the last gateway of that format; one of two instances missed version 2."""
+
+    async def run() -> None:
+        file = tmp_path / "state"
+        shutil.copy(Path(__file__).parent / "states" / "format-1.db", file)
+        store = opened(file)
+        ((spec, instances),) = store.load()
+        assert (spec.name, spec.trainer_world, spec.settings.offer, spec.topology) == ("main", 2, 30.0, Topology(400))
+        worker = EngineSpec("worker", 2)
+        identities = {0: "8b2d69cd0f3c4d8680d32952f4e5b360", 1: "6d34dec14ccf4accac57b48706e6afd7"}
+        assert instances[0] == SavedInstance("main", A, worker, 1, False, 1, False, False, identities)
+        assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, 2, False)
+        assert store.load_processes("main") == []
+        await store.save_processes("main", [Standing(FIRST)])
+        store.close()
+        with sqlite3.connect(file) as raw:
+            assert raw.execute("pragma user_version").fetchone() == (2,)
+        raw.close()
+        again = opened(file)
+        assert (again.load(), again.load_processes("main")) == ([(spec, instances)], [Standing(FIRST)])
+        again.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_said_of_values_comes_back_and_older_files_do_not_say_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        spec = EngineSpec("worker", 2, allow_non_finite=("model.mask", "*.bias"))
+        saved = replace(SAVED, spec=spec)
+        store = opened(tmp_path / "state")
+        await store.save_pair(replace(SPEC, instances={A: spec}), [saved])
+        assert store.load() == [(replace(SPEC, instances={A: spec}), [saved])]
+        store.close()
+        with sqlite3.connect(tmp_path / "state") as database:
+            for table, column in (("pairs", "spec"), ("instances", "state")):
+                (text,) = database.execute(f"select {column} from {table}").fetchone()
+                older = text.replace(', "non_finite": "refuse", "allow_non_finite": ["model.mask", "*.bias"]', "")
+                assert older != text
+                database.execute(f"update {table} set {column} = ?", (older,))
+        database.close()
+        again = opened(tmp_path / "state")
+        assert again.load() == [(SPEC, [SAVED])]
         again.close()
 
     asyncio.run(run())
@@ -99,7 +170,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     newer = sqlite3.connect(tmp_path / "newer")
     newer.execute("pragma user_version = 99")
     newer.close()
-    with pytest.raises(ControlError, match="has format 99, expected 1"):
+    with pytest.raises(ControlError, match="has format 99, expected at most 2"):
         opened(tmp_path / "newer")
 
 
@@ -115,6 +186,22 @@ def test_a_damaged_file_is_no_state(tmp_path: Path, damage: str) -> None:
         raw.close()
         with pytest.raises(ControlError, match="is damaged"):
             opened(tmp_path / "state").load()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"process": [0], "by": null}', '{"process": null, "by": null}'])
+def test_damaged_processes_are_no_state(tmp_path: Path, damage: str) -> None:
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await store.save_processes("main", [Standing(FIRST)])
+        store.close()
+        raw = sqlite3.connect(tmp_path / "state")
+        raw.execute("update processes set state = ?", (damage,))
+        raw.commit()
+        raw.close()
+        with pytest.raises(ControlError, match="is damaged"):
+            opened(tmp_path / "state").load_processes("main")
 
     asyncio.run(run())
 
@@ -187,6 +274,38 @@ def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
         assert play.pair.instance(A).record.epoch > 1, "no epoch is counted twice"
         assert (await play.update(6)).committed
         assert play.state(B) == (Phase.CONNECTED, 6, False)
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_finds_out_again_which_trainer_processes_are_believed(tmp_path: Path) -> None:
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A)
+        await play.begin()
+        report = reports_of([[ALL], [ALL]])[0]
+        was, _ = await play.pair.register_trainer(0, report, "a.1", pid=812)
+        generation, _ = await play.pair.register_trainer(0, report, "b.1", pid=977)
+        await play.restart()
+        assert play.pair.generation == generation
+        for resumes in (True, False):
+            with pytest.raises(DisplacedError, match=r"process 812 on .* was replaced by .* process 977 on"):
+                await play.pair.register_trainer(0, report, "a.1", pid=812, was=was, resumes=resumes)
+        assert await play.pair.register_trainer(0, report, "b.1", was=generation, resumes=True) == (generation, 0)
+        await play.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_registration_that_cannot_be_written_down_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        play = Kept(tmp_path / "state", A)
+        await play.begin()
+        report = reports_of([[ALL], [ALL]])[0]
+        with FullDisk(), pytest.raises(ControlError, match="cannot record"):
+            await play.pair.register_trainer(0, report, "a.1")
+        await play.pair.register_trainer(0, report, "a.2")
+        assert len(play.gateway.store.load_processes("main")) == 1
         await play.gateway.close()
 
     asyncio.run(run())

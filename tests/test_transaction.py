@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_support import STEPS, A, B, Engine, connected
 
 from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.pairs import Phase
+from weightcast.gateway.records import CommitPolicy
+from weightcast.gateway.verify import NonFinite
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -133,6 +137,121 @@ def test_what_is_not_tried_again(error: type[WeightcastError], transfers: int) -
         assert (record.committed, record.fenced, record.attempts) == (False, True, transfers)
         assert play.engine.layers == [None] * transfers
         assert record.reason == f"{A} rank 1: memory is gone"
+
+    asyncio.run(run())
+
+
+# ---- the trainer's two passes
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_nobody_is_told_to_run_before_every_trainer_rank_has_digested(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit=commit, verify=0.3)
+        play.trainers[1].mute = True
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert record.reason.startswith(f"pair main: instance {A}: trainer ranks 1 did not digest their weights before")
+        assert (record.committed, record.fenced, play.engine.layers) == (False, False, [])
+        assert play.state() == (Phase.FAILED, 1, False), "nothing was written"
+        assert "resume" in play.engine.calls
+        play.trainers[1].mute = False
+        assert (await play.update(3)).committed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_weights_that_change_between_the_passes_fence_and_are_named(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit=commit)
+        for trainer in play.trainers:
+            trainer.drifts = 1
+        record = await play.update(2)
+        assert record.reason.startswith("the trainer's weights changed during update(): 'w' on trainer ranks 0-1 had")
+        assert play.state() == play.state(B) == (Phase.FAILED, 1, True)
+        for trainer in play.trainers:
+            trainer.drifts = 0
+        assert (await play.update(3)).committed
+        assert play.state() == play.state(B) == (Phase.CONNECTED, 3, False)
+
+    asyncio.run(run())
+
+
+def test_every_attempt_has_two_passes() -> None:
+    """After a replan, a lost connection and a placement that moved, the passes of that attempt are compared."""
+
+    async def run() -> None:
+        for fault in ("stale", "dies", "moves"):
+            play = await connected()
+            setattr(play.engine, fault, 1)
+            play.engine.dying, play.engine.lives = TransferError, 1
+            play.trainers[0].drifts = 1
+            record = await play.update(2)
+            assert record.attempts == 2
+            assert record.reason.startswith("the trainer's weights changed during update(): 'w' on trainer ranks 0 had")
+            assert record.fenced
+
+    asyncio.run(run())
+
+
+# ---- values that are not finite
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_values_that_are_not_finite_are_refused_before_anything_is_written(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit=commit)
+        play.trainers[1].values = (1, 0, 3)
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.fenced, play.engine.layers) == (False, False, [])
+        assert record.reason == (
+            f"instance {A}: values are not finite: 'w' as bfloat16 on trainer ranks 1: 1 NaN, 3 too large; version 2 "
+            "was not sent, and the one before goes on; mend the weights, or allow these tensors by allow_non_finite"
+        )
+        assert record.non_finite == (NonFinite("w", "bfloat16", 1, 0, 3, (1,)),)
+        assert record.non_finite_tensors == 1
+        assert play.engine.calls == ["pause", "begin", "transfer", "end", "resume"], "it stays connected"
+        for name in (A, B):
+            assert play.state(name) == (Phase.CONNECTED, 1, False)
+            assert play.pair.instance(name).serves
+        play.trainers[1].values = (0, 0, 0)
+        record = await play.update(3)
+        assert (record.committed, record.non_finite) == (True, ())
+        assert play.engine.calls == STEPS
+
+    asyncio.run(run())
+
+
+def test_one_that_refuses_values_keeps_all_at_the_old_version() -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit="all")
+        play.pair.instance(A).spec = replace(play.pair.instance(A).spec, non_finite="report")
+        play.trainers[0].values = (0, 5, 0)
+        record = await play.update(2)
+        assert (
+            f"{B} did not: instance {B}: values are not finite: 'w' as bfloat16 on trainer ranks 0: 5 inf"
+            in record.reason
+        )
+        assert play.state(A) == play.state(B) == (Phase.CONNECTED, 1, False)
+        assert "disconnect" not in play.engine.calls
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("spec", [{"non_finite": "report"}, {"allow_non_finite": ("x", "w*")}])
+def test_values_that_are_only_reported(spec: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        logging.disable(logging.NOTSET)
+        play = await connected()
+        play.pair.instance(A).spec = replace(play.pair.instance(A).spec, **spec)
+        play.trainers[0].values = (0, 5, 0)
+        record = await play.update(2)
+        assert (record.committed, record.non_finite) == (True, (NonFinite("w", "bfloat16", 0, 5, 0, (0,)),))
+        assert f"instance {A}: values are not finite: 'w' as bfloat16 on trainer ranks 0: 5 infinite" in caplog.text
+        status = play.pair.status()["instances"][A]["updates"][-1]
+        assert status["non_finite"][0]["inf"] == 5
 
     asyncio.run(run())
 

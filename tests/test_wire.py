@@ -22,7 +22,7 @@ from weightcast.transfer.errors import InputError, LayoutError, PlacementError, 
 from weightcast.transfer.layout import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
-from weightcast.transfer.verification import Verify
+from weightcast.transfer.verification import ValueCounts, Verify
 from weightcast.transfer.wire import (
     DigestReport,
     decode_digests,
@@ -90,7 +90,8 @@ def small_part(**changes: Any) -> RankPart:
 
 
 def small_digests() -> DigestReport:
-    return DigestReport("rollout-0", 1, ints(0, 1, 1), np.array([3, 2**64 - 1, 7], dtype=np.uint64))
+    values = ValueCounts.of({0: (1, 0, 0), 2: (0, 3, 70_000)})
+    return DigestReport("rollout-0", 1, ints(0, 1, 1), np.array([3, 2**64 - 1, 7], dtype=np.uint64), values)
 
 
 def assert_same(found: object, wanted: object) -> None:
@@ -99,6 +100,9 @@ def assert_same(found: object, wanted: object) -> None:
     if isinstance(wanted, np.ndarray):
         assert found.dtype == wanted.dtype  # type: ignore[attr-defined]
         np.testing.assert_array_equal(found, wanted)  # type: ignore[call-overload]
+    elif isinstance(wanted, ValueCounts):
+        for one, other in zip(found, wanted, strict=True):  # type: ignore[call-overload]
+            assert_same(one, other)
     elif dataclasses.is_dataclass(wanted) and not isinstance(wanted, ExpertPlacement):
         for field in dataclasses.fields(wanted):
             assert_same(getattr(found, field.name), getattr(wanted, field.name))
@@ -252,7 +256,7 @@ N, T = len(small_report().table), len(small_report().table.tensors)
         (lambda d: d + b"x", "cut off or damaged"),
         (lambda d: d[: len(d) // 2], "cut off"),
         (lambda d: b"\x80\x04K" + d[3:], "no message of weightcast"),
-        (lambda d: d[:4] + b"\x02\x00" + d[6:], "has version 2, expected 1"),
+        (lambda d: d[:4] + b"\x03\x00" + d[6:], "has version 3, expected 2"),
         (lambda d: d[:6] + b"\x09\x00" + d[8:], "is of kind 9"),
         (lambda d: d[:8] + struct.pack("<Q", 1 << 40) + d[16:], "unpacks to 1099511627776 bytes, more than the limit"),
         (lambda d: d[:8] + struct.pack("<Q", 5) + d[16:], "cut off or damaged"),
@@ -370,6 +374,10 @@ def test_malformed_parts(changes: dict[str, Any], said: str) -> None:
         ({"digest": ints(0, 1, 5)}, "another form than 64-bit words"),
         ({"rank": None}, "has rank None"),
         ({"instance": ("a", "b")}, "has 2 texts in instance"),
+        ({"values__row": ints(0, 3)}, "has row of values 3"),
+        ({"values__row": ints(2, 0)}, "counts values of rows that do not ascend"),
+        ({"values__row": ints(0)}, "column values.nan, expected 1"),
+        ({"values__inf": ints(0, -1)}, "has values that are inf -1"),
     ],
 )
 def test_malformed_digests(changes: dict[str, Any], said: str) -> None:

@@ -105,6 +105,19 @@ def test_a_flipped_bit_fences_and_the_next_update_repairs(gateway: str) -> None:
     assert found[2:] == [[[], []]] * 2 + [[[], [], []]]
 
 
+@pytest.mark.parametrize("verify", ["full", "off"])
+def test_an_engine_that_cannot_settle_is_fenced_and_the_next_update_repairs(gateway: str, verify: str) -> None:
+    """What a sink computes from its parameters is up to date when a version is served, or the version is not."""
+    pair_workers.create(gateway, f"settle-{verify}", {"rollout-0": 2}, verify=verify)
+    roles = [*trainers([1, 2, 3]), *ranks("rollout-0", 2, PAIR_MAP, versions=[1, 3], unsettled=[2])]
+    found = run_ranks(pair_workers.play, 4, gateway, f"settle-{verify}", roles, timeout=100.0)
+    assert found[0][0]["rollout-0"]["committed"]
+    assert found[0][1].startswith("UpdateError: version 2 is not served everywhere: rollout-0 is fenced: ")
+    assert "rollout-0 rank 1: doubled could not be computed anew" in found[0][1]
+    assert found[0][2]["rollout-0"]["committed"]
+    assert found[2:] == [[[], []]] * 2
+
+
 def test_without_verification_a_flipped_bit_is_served_and_nothing_is_called_verified(gateway: str) -> None:
     pair_workers.create(gateway, "blind", {"rollout-0": 2}, verify="off")
     roles = [*trainers([1, 2]), *ranks("rollout-0", 2, PAIR_MAP, versions=[1, 2], corrupt=2, rank=1)]

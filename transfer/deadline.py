@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 __all__ = ["Deadline"]
@@ -13,11 +14,13 @@ __all__ = ["Deadline"]
 class Deadline:
     """A moment on the monotonic clock of this process; `seconds` is how long it was given, for messages.
 
-    One deadline covers a whole task: each wait inside gets what is left, so that the waits cannot add up.
+    One deadline covers a whole task: each wait inside gets what is left, so that the waits cannot add up. `cut` ends
+    the task early.
     """
 
     at: float
     seconds: float
+    _cut: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     @classmethod
     def after(cls, seconds: float) -> Deadline:
@@ -27,12 +30,16 @@ class Deadline:
     @property
     def left(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self.at - time.monotonic())
+        return 0.0 if self._cut.is_set() else max(0.0, self.at - time.monotonic())
 
     @property
     def expired(self) -> bool:
         """Whether the moment is past."""
-        return time.monotonic() >= self.at
+        return self._cut.is_set() or time.monotonic() >= self.at
+
+    def cut(self) -> None:
+        """Makes it past, from any thread. A wait under way may go on for as long as it was given."""
+        self._cut.set()
 
     def wait_time(self) -> timedelta:
         """What is left, for a wait of torch.distributed: at least 1 ms, because there 0 means "use the default"."""

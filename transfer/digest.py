@@ -46,7 +46,7 @@ from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.residues import PRIME, DigestArray
 
-__all__ = ["add", "block_limit", "box_residues", "digest", "join", "scale"]
+__all__ = ["add", "block_limit", "blocks", "box_residues", "digest", "join", "scale"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TILE = {1: 1 << 13, 2: 1 << 13, 4: 1 << 10}
@@ -83,7 +83,7 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
         raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
-    sums = box_residues(view[None], offset, [1] * len(size), dtype)
+    sums, _ = box_residues(view[None], offset, [1] * len(size), dtype)
     where = np.array([offset], dtype=np.int64).reshape(1, len(size))
     factors = scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
     return int(join(sums, factors)[0])
@@ -101,9 +101,10 @@ def add(*digests: int) -> int:
 
 @torch.no_grad()
 def box_residues(
-    boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None
-) -> torch.Tensor:
-    """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime.
+    boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None, with_peaks: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime, and
+    (n,) int64 peaks: the largest words without their sign, as digested; zeros if they are not asked for.
 
     Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
     left out, so that the boxes may differ there; `scale` has them.
@@ -112,8 +113,9 @@ def box_residues(
     for one in (boxes.dtype, target):
         from_torch(one)  # Raises for dtypes that weightcast does not move.
     total = torch.zeros((2, boxes.shape[0]), dtype=torch.int64, device=boxes.device)
+    peaks = torch.zeros_like(total[0])
     if boxes.numel() == 0:
-        return total
+        return total, peaks
     dims = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
     values = boxes.squeeze([d for d in range(1, boxes.ndim) if boxes.shape[d] == 1])
     if dims:
@@ -124,13 +126,15 @@ def box_residues(
     else:
         values = values[:, None]
         weights = _Weights(((_NO_DIMENSION, 0, 1),), boxes.device, target.itemsize)
-    for cut in _blocks(tuple(values.shape), block_limit(boxes.device)):
-        sums = _row_sums(values[cut], target, weights.inner(cut[-1]))
+    for cut in blocks(tuple(values.shape), block_limit(boxes.device)):
+        sums, largest = _row_sums(values[cut], target, weights.inner(cut[-1]), with_peaks)
         for position in reversed(range(len(cut) - 2)):
             outer = weights.outer(position, cut[position + 1])
             sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
         total[:, cut[0]] += sums
-    return total
+        if largest is not None:
+            peaks[cut[0]] = torch.maximum(peaks[cut[0]], largest.reshape(sums.shape[1], -1).amax(dim=1))
+    return total, peaks
 
 
 def _inner_dimension(values: torch.Tensor) -> int:
@@ -144,7 +148,7 @@ def block_limit(device: torch.device) -> int:
     return _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
 
 
-def _blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
     """Cuts a box into boxes of at most `limit` elements and _LONGEST along the inner dimension."""
     *outer, size = shape
     for start in range(0, size, _LONGEST):
@@ -211,21 +215,26 @@ class _Weights:
         return _constants(dim, offset + cut.start * step, extent, self._device)[:, ::step]
 
 
-def _row_sums(values: torch.Tensor, target: torch.dtype, inner: _Inner) -> torch.Tensor:
-    """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension."""
+def _row_sums(
+    values: torch.Tensor, target: torch.dtype, inner: _Inner, with_peaks: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension, and (...)
+    peaks if they are asked for.
+    """
     cast = None if values.dtype == target else target
     # As words before anything is copied: a copy of bools would settle on one pattern for true.
     values = values if cast else values.view(_WORDS[target.itemsize])
     rows = values.reshape(-1, values.shape[-1])
     if target.itemsize < 8:
-        sums = _sums(rows, cast, inner)
+        sums, peaks = _sums(rows, cast, inner, with_peaks)
     else:
         # Two words of 4 bytes each, the low one first on every machine that torch runs on.
-        words = _words(rows, cast).contiguous().view(torch.int32)
+        pairs = _words(rows, cast).contiguous()
+        words, peaks = pairs.view(torch.int32), _peaks(pairs) if with_peaks else None
         weights = _constants(_WORD_DIMENSION, 0, 2, words.device)[:, :, None]
-        low, high = (_sums(words[:, i::2], None, inner) * weights[:, i] % PRIME for i in (0, 1))
+        low, high = (_sums(words[:, i::2], None, inner, False)[0] * weights[:, i] % PRIME for i in (0, 1))
         sums = (low + high) % PRIME
-    return sums.reshape(2, *values.shape[:-1])
+    return sums.reshape(2, *values.shape[:-1]), peaks
 
 
 @cache
@@ -238,27 +247,41 @@ def _words(values: torch.Tensor, cast: torch.dtype | None) -> torch.Tensor:
     return settle_nan(values.to(cast)).view(_WORDS[cast.itemsize]) if cast else values
 
 
-def _sums(rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner) -> torch.Tensor:
-    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows."""
+def _peaks(words: torch.Tensor) -> torch.Tensor:
+    """(r, size) words -> (r,) int64, the largest of each row without its sign."""
+    return (words & torch.iinfo(words.dtype).max).amax(dim=1).to(torch.int64)
+
+
+def _sums(
+    rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner, with_peaks: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows, and (r,)
+    peaks if they are asked for.
+    """
     if rows.is_cuda and _has_kernel():
         from weightcast.transfer.digest_kernel import row_sums
 
-        return (row_sums(_words(rows, cast), inner.constants) + inner.bias) % PRIME
+        found, largest = row_sums(_words(rows, cast), inner.constants)
+        return (found + inner.bias) % PRIME, largest
     count, size = rows.shape
     itemsize = cast.itemsize if cast else rows.itemsize
     tiles = [slice(a, a + _TILE[itemsize]) for a in range(0, size, _TILE[itemsize])]
     products = torch.empty((len(tiles), len(inner.columns), count), dtype=torch.float64, device=rows.device)
+    peaks = torch.empty(count, dtype=torch.int64, device=rows.device) if with_peaks else None
     step = min(count, max(1, (_STEP if rows.device.type == "cpu" else _BLOCK_ELSEWHERE) // size))
     buffer = torch.empty((step, size), dtype=torch.float64, device=rows.device)
     for first in range(0, count, step):
         some = rows[first : first + step]
-        wide = buffer[: len(some)].copy_(_words(some, cast))
+        words = _words(some, cast)
+        wide = buffer[: len(some)].copy_(words)
+        if peaks is not None:
+            peaks[first : first + step] = _peaks(words)
         for tile, out in zip(tiles, products, strict=True):
             torch.mm(inner.columns[:, tile], wide[:, tile].t(), out=out[:, first : first + step])
     sums = products.to(torch.int64).sum(dim=0)
     if itemsize == 4:
         sums = (sums[:2] % PRIME << HALF_BITS) + sums[2:]
-    return (sums + inner.bias) % PRIME
+    return (sums + inner.bias) % PRIME, peaks
 
 
 def join(sums: torch.Tensor, factors: IntArray) -> DigestArray:

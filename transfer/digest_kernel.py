@@ -28,12 +28,14 @@ def _row_sums_kernel(
     words: Any,
     constants: Any,
     sums: Any,
+    peaks: Any,
     rows: Any,
     size: Any,
     row_stride: Any,
     column_stride: Any,
     PRIME: tl.constexpr,  # noqa: N803
     WIDE: tl.constexpr,  # noqa: N803
+    MAGNITUDE: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -42,11 +44,13 @@ def _row_sums_kernel(
     low_b = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
     high_a = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
     high_b = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
+    peak = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
     for begin in range(0, size, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         inside = column < size
         place = row[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
         word = tl.load(words + place, mask=(row < rows)[:, None] & inside[None, :], other=0).to(tl.int32)
+        peak = tl.maximum(peak, word & MAGNITUDE)
         a = tl.load(constants + column, mask=inside, other=0).to(tl.int64)[None, :]
         b = tl.load(constants + size + column, mask=inside, other=0).to(tl.int64)[None, :]
         if WIDE:
@@ -63,19 +67,22 @@ def _row_sums_kernel(
         sum_b += (tl.sum(high_b, axis=1) % PRIME) * 65536
     tl.store(sums + row, sum_a, mask=row < rows)
     tl.store(sums + rows + row, sum_b, mask=row < rows)
+    tl.store(peaks + row, tl.max(peak, axis=1).to(tl.int64), mask=row < rows)
 
 
-def row_sums(words: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
-    """(r, size) signed words of 1, 2 or 4 bytes times (2, size) int64 constants -> (2, r) int64 sums of each row.
+def row_sums(words: torch.Tensor, constants: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(r, size) signed words of 1, 2 or 4 bytes times (2, size) int64 constants -> (2, r) int64 sums of each row, and
+    (r,) int64 peaks: the largest word of each without its sign.
 
-    Equal to the exact sums modulo the prime, but not reduced to one residue.
+    The sums are equal to the exact ones modulo the prime, but not reduced to one residue.
     """
     rows, size = words.shape
     sums = torch.empty((2, rows), dtype=torch.int64, device=words.device)
+    peaks = torch.empty(rows, dtype=torch.int64, device=words.device)
     narrow = constants.to(torch.int32).contiguous()
     grid = (-(-rows // _ROWS),)
     _row_sums_kernel[grid](
-        words, narrow, sums, rows, size, *words.stride(), PRIME=PRIME, WIDE=words.itemsize == 4, ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
+        words, narrow, sums, peaks, rows, size, *words.stride(), PRIME=PRIME, WIDE=words.itemsize == 4,
+        MAGNITUDE=torch.iinfo(words.dtype).max, ROWS=_ROWS, COLUMNS=_COLUMNS,
     )  # fmt: skip
-    return sums
+    return sums, peaks

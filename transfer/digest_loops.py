@@ -12,6 +12,10 @@ A block's sums are multiplied with its row's constant, still in vectors, so that
 from several rows in turn: one place after the other does not keep memory busy, and an innermost loop that waited for
 the sum of each row would take as long as the row where that is short.
 
+The same words give the peak of a box: the largest of their bits without the sign, which tells whether any of them is
+infinite or no number. All words of a tile are joined by OR, which costs half an instruction a vector. Only where the
+bits of the largest exponents are all there, as they are not among weights below 2, its peak is looked for.
+
 numba cannot say vectors, so they are built as LLVM has them, for any processor. What is not contiguous is multiplied
 word by word. All of it gives what `weightcast.transfer.digest` defines, to the last bit. It is one module because numba
 keeps compiled code until the file of a function changes, not until others do.
@@ -44,6 +48,8 @@ been loaded serves all of them.
 """
 _TILE_BLOCKS = 64
 """Blocks of rows whose weighted sums are added up before these are taken apart. A block's is less than 2^56."""
+_JOINED = 32
+"""Where the words joined by OR are kept, behind the sums of lanes."""
 _SCALARS = 128
 """Words multiplied one by one before their sums are reduced."""
 _AHEAD = 512
@@ -52,6 +58,11 @@ _SMALL = 16 << 10
 """Bytes of a box that is read while the next one is fetched."""
 _CARRY = (1 << 32) % PRIME
 """What 2^32 is congruent to. A sum is *folded* when what is above 2^32 has been replaced by so many times as much."""
+
+_EXPONENT = {"uint8": 0x7C, "int16": 0x7C00, "int32": 0x7F800000, "uint32": 0x7F000000}
+"""Bits that all words have which are infinite or no number, or, of float32 to be rounded, become infinite. Words of 8
+bits are told as int8 where none can be.
+"""
 
 _BYTE, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _LANES_16, _LANES_32 = ir.VectorType(_I16, 16), ir.VectorType(_I32, 16)
@@ -80,6 +91,19 @@ def _vector(builder: ir.IRBuilder, pointer: _Value, index: _Value, of: ir.Type, 
     found = builder.load(place)
     found.align = alignment
     return found
+
+
+def _magnitude(builder: ir.IRBuilder, stored: _Value) -> _Value:
+    """The bits of a word, or of each lane, without the sign."""
+    width = getattr(stored.type, "element", stored.type).width
+    return builder.and_(stored, _all(stored.type, (1 << width - 1) - 1))
+
+
+def _reduced(builder: ir.IRBuilder, how: str, vector: _Value) -> _Value:
+    """All lanes as one number of 64 bits that is not negative; `how` is "or" or "umax"."""
+    of = vector.type
+    kind, name = ir.FunctionType(of.element, [of]), f"llvm.vector.reduce.{how}.v{of.count}i{of.element.width}"
+    return builder.zext(builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [vector]), _I64)
 
 
 def _fetch(builder: ir.IRBuilder, pointer: _Value, index: _Value) -> None:
@@ -162,7 +186,7 @@ def _as_factor(builder: ir.IRBuilder, weight: _Value) -> _Value:
 
 
 class _Narrow:
-    """int8, int16, or uint32 as float32 to be rounded: 16 words a vector, times constants in halves.
+    """int8, uint8, int16, or uint32 as float32 to be rounded: 16 words a vector, times constants in halves.
 
     Sums of a block are four vectors of 8 numbers of 32 bits. Of 16-bit words 8 vectors fit: 8 * 2 * -2^15 * 2^12 is the
     least of them. Weighted they count 2^HALF_BITS and 1, of the first family and of the second.
@@ -171,28 +195,28 @@ class _Narrow:
     lanes, unit, none = 16, 1 << HALF_BITS, _all(_EIGHT, 0)
 
     def __init__(self, kind: types.Integer) -> None:
-        self._kind, self.vectors = kind, 16 if kind == types.int8 else 8
+        self._kind, self.vectors = kind, 16 if kind.bitwidth == 8 else 8
+        self.counts = _EXPONENT.get(str(kind), 0)
+        self.stored = ir.VectorType(ir.IntType(kind.bitwidth), self.lanes)
 
     def rows_of_constants(self, tile: _Tile) -> list[_Value]:
         return [_row(tile.builder, tile.halves, tile.halves_width, number) for number in range(4)]
 
     def products(
-        self, builder: ir.IRBuilder, words: _Value, constants: list[_Value], index: _Value, skip: _Value | None
+        self, builder: ir.IRBuilder, stored: _Value, constants: list[_Value], index: _Value, skip: _Value | None
     ) -> list[_Value]:
-        """What the vector of words at an index adds to the sums, without its first lanes if some are to `skip`."""
-        word = self._words(builder, words, index)
+        """What a vector of words adds to the sums, without its first lanes if some are to `skip`."""
+        word = self._words(builder, stored)
         if skip is not None:
             word = _from_lane(builder, word, skip)
         halves = (builder.sext(_vector(builder, row, index, _LANES_16, 2), _LANES_32) for row in constants)
         return [_sums_of_pairs(builder, builder.mul(word, half)) for half in halves]
 
-    def _words(self, builder: ir.IRBuilder, pointer: _Value, index: _Value) -> _Value:
+    def _words(self, builder: ir.IRBuilder, stored: _Value) -> _Value:
         """16 words as 32-bit numbers that have come from 16 bits."""
         if self._kind == types.uint32:
-            bits = _vector(builder, pointer, index, _LANES_32, 4)
-            return builder.sext(builder.trunc(_rounded(builder, bits), _LANES_16), _LANES_32)
-        of = ir.VectorType(ir.IntType(self._kind.bitwidth), self.lanes)
-        return builder.sext(_vector(builder, pointer, index, of, self._kind.bitwidth // 8), _LANES_32)
+            stored = builder.trunc(_rounded(builder, stored), _LANES_16)
+        return builder.sext(stored, _LANES_32)
 
     def weighted(self, builder: ir.IRBuilder, sums: list[_Value], weights: list[_Value]) -> list[_Value]:
         """The sums times a row's constants of both families, in 4 lanes: at most 2^56 from 2 * -2^31 * 2^24."""
@@ -213,18 +237,17 @@ class _Wide:
     the first family and of the second.
     """
 
-    lanes, vectors, unit, none = 8, 8, _CARRY, _all(_FOUR, 0)
+    lanes, vectors, unit, none, stored = 8, 8, _CARRY, _all(_FOUR, 0), _EIGHT
+    counts = _EXPONENT["int32"]
 
     def rows_of_constants(self, tile: _Tile) -> list[_Value]:
         return [_row(tile.builder, tile.whole, tile.whole_width, number) for number in range(2)]
 
     def products(
-        self, builder: ir.IRBuilder, words: _Value, constants: list[_Value], index: _Value, skip: _Value | None
+        self, builder: ir.IRBuilder, stored: _Value, constants: list[_Value], index: _Value, skip: _Value | None
     ) -> list[_Value]:
-        """What the vector of words at an index adds to the sums, without its first lanes if some are to `skip`."""
-        word = _vector(builder, words, index, _EIGHT, 4)
-        if skip is not None:
-            word = _from_lane(builder, word, skip)
+        """What a vector of words adds to the sums, without its first lanes if some are to `skip`."""
+        word = stored if skip is None else _from_lane(builder, stored, skip)
         pairs = builder.bitcast(word, _FOUR)
         rows = [_vector(builder, row, index, _FOUR, 4) for row in constants]
         return [builder.mul(half(builder, pairs), half(builder, row)) for row in rows for half in (_lower, _upper)]
@@ -244,9 +267,11 @@ def _way_of(words: types.Array) -> _Narrow | _Wide:
 
 @intrinsic
 def _way(context: Any, words: Any) -> Any:
-    """How many words are in a vector and in a block, and what sums 0 and 2 of `_add_tile` count."""
+    """How many words are in a vector and in a block, what sums 0 and 2 of `_add_tile` count, and the bits of the
+    largest exponents, 0 where no peak is wanted.
+    """
     way = _way_of(words)
-    numbers = [_I64(way.lanes), _I64(way.lanes * way.vectors), _I64(way.unit)]
+    numbers = [_I64(way.lanes), _I64(way.lanes * way.vectors), _I64(way.unit), _I64(way.counts)]
     kind = types.UniTuple(types.int64, len(numbers))
     return kind(words), lambda context, builder, signature, args: context.make_tuple(builder, kind, numbers)
 
@@ -262,6 +287,7 @@ class _Tile:
     way: _Narrow | _Wide
     itemsize: int
     totals: list[_Value]
+    joined: _Value
     whole_width: _Value
     halves_width: _Value
     words: _Value
@@ -294,6 +320,8 @@ class _Tile:
                 place = builder.gep(self.sums, [_I64(4 * (2 * number + half))])
                 added = builder.add(_vector(builder, place, _I64(0), _FOUR, 8), part)
                 builder.store(added, builder.bitcast(place, _FOUR.as_pointer()), align=8)
+        if self.way.counts:
+            builder.store(_reduced(builder, "or", builder.load(self.joined)), builder.gep(self.sums, [_I64(_JOINED)]))
 
     def _add_block(self, row: _Value, first: _Value, sums_of: Callable[[_Value, list[_Value]], list[_Value]]) -> None:
         """Adds the block from a column on of a row of each stream. `sums_of` makes the sums of one."""
@@ -313,12 +341,16 @@ class _Tile:
 
     def _whole_block(self, words: _Value, constants: list[_Value]) -> list[_Value]:
         builder, way, sums = self.builder, self.way, [self.way.none] * 4
+        joined = builder.load(self.joined)
         for number in range(way.vectors):
             index = _I64(number * way.lanes)
             if number * way.lanes * self.itemsize % LINE_BYTES == 0:
                 _fetch(builder, words, builder.add(index, self.ahead))
-            products = way.products(builder, words, constants, index, None)
+            stored = _vector(builder, words, index, way.stored, self.itemsize)
+            joined = builder.or_(joined, stored)
+            products = way.products(builder, stored, constants, index, None)
             sums = [builder.add(one, more) for one, more in zip(sums, products, strict=True)]
+        builder.store(joined, self.joined)
         return sums
 
     def _part_of_block(self, count: _Value, words: _Value, constants: list[_Value]) -> list[_Value]:
@@ -329,7 +361,9 @@ class _Tile:
             builder.store(way.none, one)
 
         def add(index: _Value, skip: _Value | None) -> None:
-            for one, more in zip(sums, way.products(builder, words, constants, index, skip), strict=True):
+            stored = _vector(builder, words, index, way.stored, self.itemsize)
+            builder.store(builder.or_(builder.load(self.joined), stored), self.joined)
+            for one, more in zip(sums, way.products(builder, stored, constants, index, skip), strict=True):
                 builder.store(builder.add(builder.load(one), more), one)
 
         with cgutils.for_range(builder, builder.sdiv(count, _I64(way.lanes)), intp=_I64) as loop:
@@ -356,16 +390,18 @@ def _add_tile(
 
     Row i of stream j begins `i + j * apart` times `stride` elements after `at`. It has `count` contiguous words, whose
     constants begin at column `place`, and its own is in `whole`, as many times `step` columns after `column`. At most
-    _TILE_BLOCKS blocks are added. `sums` (4, 2, 4) int64 gains four sums, see `_way`, as upper and lower halves of 4
-    lanes. What is `ahead` elements after a word is fetched into the cache.
+    _TILE_BLOCKS blocks are added. `sums` int64 gains four sums, see `_way`, as upper and lower halves of 4 lanes: 32
+    numbers; the one at _JOINED becomes the words joined by OR. What is `ahead` elements after a word is fetched into
+    the cache.
     """
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
         way, itemsize = _way_of(words), words.dtype.bitwidth // 8
         totals = [cgutils.alloca_once_value(builder, _all(_FOUR, 0)) for _ in range(4)]
+        joined = cgutils.alloca_once_value(builder, _all(way.stored, 0))
         tables = (context.make_array(kind)(context, builder, args[i]) for i, kind in ((8, whole), (9, halves)))
         widths = [builder.extract_value(table.shape, 1) for table in tables]
-        _Tile(builder, way, itemsize, totals, *widths, *_pointers(context, builder, signature, args)).build()
+        _Tile(builder, way, itemsize, totals, joined, *widths, *_pointers(context, builder, signature, args)).build()
         return context.get_dummy_value()
 
     kinds = words, at, ahead, streams, rounds, stride, apart, count, whole, halves, place, column, step, sums
@@ -386,6 +422,41 @@ def _word_at(context: Any, words: Any, at: Any) -> Any:
     return types.int64(words, at), code
 
 
+@intrinsic
+def _magnitude_at(context: Any, words: Any, at: Any) -> Any:
+    """One word's bits as stored, without the sign."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
+        words, at = _pointers(context, builder, signature, args)
+        stored = builder.load(builder.gep(words, [at]))
+        return builder.zext(_magnitude(builder, stored), _I64)
+
+    return types.int64(words, at), code
+
+
+@intrinsic
+def _peak_of_row(context: Any, words: Any, at: Any, count: Any) -> Any:
+    """The peak of `count` contiguous words from `at`; the last are read together with words before, as elsewhere."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
+        words, at, count = _pointers(context, builder, signature, args)
+        way, itemsize = _way_of(signature.args[0]), signature.args[0].dtype.bitwidth // 8
+        peak = cgutils.alloca_once_value(builder, _all(way.stored, 0))
+
+        def look(index: _Value) -> None:
+            found = _magnitude(builder, _vector(builder, words, builder.add(at, index), way.stored, itemsize))
+            known = builder.load(peak)
+            builder.store(builder.select(builder.icmp_unsigned(">", found, known), found, known), peak)
+
+        with cgutils.for_range(builder, builder.sdiv(count, _I64(way.lanes)), intp=_I64) as loop:
+            look(builder.mul(loop.index, _I64(way.lanes)))
+        with builder.if_then(builder.icmp_signed(">", builder.srem(count, _I64(way.lanes)), _I64(0))):
+            look(builder.sub(count, _I64(way.lanes)))
+        return _reduced(builder, "umax", builder.load(peak))
+
+    return types.int64(words, at, count), code
+
+
 # ---- rows and boxes
 
 
@@ -397,16 +468,19 @@ def _folded(number: int) -> int:
 
 @_jit
 def _one_by_one(words: Any, at: int, stride: int, count: int, whole: Any, place: int, step: int) -> Any:
-    """Congruent sums over `count` words, `stride` elements apart, whose constants are `step` columns apart."""
-    first = second = 0
+    """Congruent sums over `count` words, `stride` elements apart, whose constants are `step` columns apart, and the
+    peak of the words.
+    """
+    first = second = peak = 0
     for begin in range(0, count, _SCALARS):
         a = b = 0
         for i in range(begin, min(begin + _SCALARS, count)):
             word = _word_at(words, at + i * stride)
+            peak = max(peak, _magnitude_at(words, at + i * stride))
             a += word * np.int64(whole[0, place + i * step])
             b += word * np.int64(whole[1, place + i * step])
         first, second = first + _folded(a), second + _folded(b)
-    return first, second
+    return first, second, peak
 
 
 @_jit
@@ -429,13 +503,14 @@ def _in_vectors(
     words: Any, at: int, ahead: int, rows: int, inner: int, stride: int, whole: Any, halves: Any, place: int,
     column: int, step: int, sums: Any,
 ) -> Any:  # fmt: skip
-    """Residues of the sums over `rows` rows from `at`, each of `inner` contiguous words, no fewer than a vector has.
+    """Residues of the sums over `rows` rows from `at`, each of `inner` contiguous words, no fewer than a vector has,
+    and the words' peak.
 
     Rows are `stride` elements apart. `place` and `column` are where the constants of words and of rows begin, of
-    which the latter are `step` apart. `sums` are 32 numbers to work with.
+    which the latter are `step` apart. `sums` are _JOINED + 1 numbers to work with.
     """
     sums[:] = 0
-    _, block, unit = _way(words)
+    peak, (_, block, unit, exponent) = 0, _way(words)
     blocks, columns = (inner + block - 1) // block, _TILE_BLOCKS // _STREAMS * block
     while rows > 0:
         streams, rounds, most = rows, 1, 1
@@ -448,10 +523,15 @@ def _in_vectors(
                     words, at + first * stride + begin, ahead, streams, min(most, rounds - first), stride, rounds,
                     min(inner - begin, columns), whole, halves, place + begin, column + first * step, step, sums,
                 )  # fmt: skip
+                if exponent and sums[_JOINED] & exponent == exponent:
+                    for stream in range(streams):
+                        for row in range(first, first + min(most, rounds - first)):
+                            place_of_row = at + (stream * rounds + row) * stride + begin
+                            peak = max(peak, _peak_of_row(words, place_of_row, min(inner - begin, columns)))
         done = rounds * streams
         at, column, rows = at + done * stride, column + done * step, rows - done
     a, b = _sum_of_lanes(sums, 0) * unit, _sum_of_lanes(sums, 16) * unit
-    return (a + _sum_of_lanes(sums, 8)) % PRIME, (b + _sum_of_lanes(sums, 24)) % PRIME
+    return (a + _sum_of_lanes(sums, 8)) % PRIME, (b + _sum_of_lanes(sums, 24)) % PRIME, peak
 
 
 @_jit
@@ -464,17 +544,18 @@ def _sum_of_lanes(sums: Any, first: int) -> Any:
 
 @_jit
 def _word_by_word(words: Any, at: int, n: Any, s: Any, p: Any, step: Any, whole: Any) -> Any:
-    """Residues of the sums over the last two dimensions of any box from `at`."""
+    """Residues of the sums over the last two dimensions of any box from `at`, and the words' peak."""
     inner, rows = len(n) - 1, len(n) - 2
-    a_high = a_low = b_high = b_low = 0
+    a_high = a_low = b_high = b_low = peak = 0
     for i in range(n[rows]):
-        a, b = _one_by_one(words, at, s[inner], n[inner], whole, p[inner], step[inner])
+        a, b, largest = _one_by_one(words, at, s[inner], n[inner], whole, p[inner], step[inner])
+        peak = max(peak, largest)
         column = p[rows] + i * step[rows]
         a, b = _folded(a) * whole[0, column], _folded(b) * whole[1, column]
         a_high, a_low = a_high + (a >> 32), a_low + (a & 0xFFFFFFFF)
         b_high, b_low = b_high + (b >> 32), b_low + (b & 0xFFFFFFFF)
         at += s[rows]
-    return (a_high * _CARRY + a_low) % PRIME, (b_high * _CARRY + b_low) % PRIME
+    return (a_high * _CARRY + a_low) % PRIME, (b_high * _CARRY + b_low) % PRIME, peak
 
 
 @_jit
@@ -492,10 +573,14 @@ def box_sums(
     begin: int,
     end: int,
     sums: Any,
+    peaks: Any,
 ) -> None:
     """Residues of boxes `begin` to `end` - 1 of k into `sums` (2, end - begin) int64, without the GIL.
 
-    `words` are all that can be named: int8, int16 or int32 words, or uint32 as float32 to be digested as bfloat16.
+    Into `peaks` (end - begin,) int64 go the largest of their words, as they are stored and without the sign; 0 may
+    stand for one that is less than that of an infinite number. `words` are all that can be named: int8, uint8 (of a
+    floating-point type), int16 or int32 words, or uint32 as float32 to be digested as bfloat16.
+
     `start` (k,) is the index of a box's first element in it, `size` and `stride` (k, D), D >= 2, are in elements, the
     last dimension the one along which sums are taken in vectors. `place` (k, D) is the column where the constants of
     each dimension begin: in `whole` (2, m) int32, in `halves` (4, m) int16 (upper and lower half of the first family,
@@ -506,7 +591,7 @@ def box_sums(
     inner, rows = width - 1, width - 2
     n, s = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
     p, step = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
-    lanes = np.empty(32, dtype=np.int64)
+    lanes = np.empty(_JOINED + 1, dtype=np.int64)
     for k in range(begin, end):
         at = start[k]
         for d in range(width):
@@ -516,7 +601,7 @@ def box_sums(
             first = (turn - thin[k, 2]) % every
             n[d] = max(0, (n[d] - first + every - 1) // every)
             at, p[d], s[d], step[d] = at + first * s[d], p[d] + first, s[d] * every, every
-        outer, total, other_total = 1, BIAS, BIAS
+        outer, total, other_total, peak = 1, BIAS, BIAS, 0
         for d in range(width):
             a, b = prefix[0, p[d] + n[d]] - prefix[0, p[d]], prefix[1, p[d] + n[d]] - prefix[1, p[d]]
             if step[d] != 1:
@@ -538,10 +623,11 @@ def box_sums(
                 weight = _times(weight, whole[0, p[d] + i * step[d]])
                 other_weight = _times(other_weight, whole[1, p[d] + i * step[d]])
             if in_vectors:
-                a, b = _in_vectors(
+                a, b, largest = _in_vectors(
                     words, row, ahead, n[rows], n[inner], s[rows], whole, halves, p[inner], p[rows], step[rows], lanes
                 )
             else:
-                a, b = _word_by_word(words, row, n, s, p, step, whole)
+                a, b, largest = _word_by_word(words, row, n, s, p, step, whole)
             total, other_total = total + _times(a, weight), other_total + _times(b, other_weight)
-        sums[0, k - begin], sums[1, k - begin] = total % PRIME, other_total % PRIME
+            peak = max(peak, largest)
+        sums[0, k - begin], sums[1, k - begin], peaks[k - begin] = total % PRIME, other_total % PRIME, peak

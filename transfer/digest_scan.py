@@ -30,9 +30,11 @@ __all__ = ["Scan", "scannable"]
 
 log = logging.getLogger("weightcast.transfer")
 
-_WORDS = {1: "|i1", 2: "<i2", 4: "<i4"}
-_FLOAT32_AS_BFLOAT16 = "<u4"
-"""How `digest_loops` is told the types of words by their size, and of what is cast on the way."""
+_SIZES = (1, 2, 4)
+_CAST, _FLOAT8 = 0, 8
+_WORDS = {1: "|i1", 2: "<i2", 4: "<i4", _CAST: "<u4", _FLOAT8: "|u1"}
+"""How `digest_loops` is told the types of words: by their size, of float32 to be rounded to bfloat16, and of words of 8
+bits that may not be finite."""
 _FARTHEST = 1 << 20
 """Constants are kept for indices below this; boxes that reach farther are digested without."""
 _COLUMNS = LINE_BYTES // 2
@@ -70,11 +72,12 @@ def scannable(layout: RankLayout, boxes: Boxes) -> BoolArray:
 
 
 def _word_codes(boxes: Boxes) -> IntArray:
-    """(k,) the size of words, 0 for float32 to be digested as bfloat16, -1 for what the loops do not know."""
+    """(k,) the keys of _WORDS, -1 for what the loops do not know."""
     held = np.array([dtype_code(from_torch(dtype)) for _, dtype in boxes.kinds], dtype=np.int64)[boxes.kind]
     on_cpu = np.array([device.type == "cpu" for device, _ in boxes.kinds], dtype=bool)[boxes.kind]
-    codes = np.where((held == boxes.dtype) & np.isin(ITEMSIZE[held], list(_WORDS)), ITEMSIZE[held], -1)
-    codes[(held == dtype_code("float32")) & (boxes.dtype == dtype_code("bfloat16"))] = 0
+    codes = np.where((held == boxes.dtype) & np.isin(ITEMSIZE[held], _SIZES), ITEMSIZE[held], -1)
+    codes[(codes == 1) & (held < dtype_code("uint8"))] = _FLOAT8
+    codes[(held == dtype_code("float32")) & (boxes.dtype == dtype_code("bfloat16"))] = _CAST
     codes[~on_cpu] = -1
     return codes
 
@@ -92,16 +95,19 @@ class Scan:
         for code in np.unique(codes).tolist():
             which = np.flatnonzero(codes == code)
             which = which[np.argsort(layout.memory.address[boxes.base[which]] + boxes.start[which], kind="stable")]
-            pieces = _Pieces.of(layout, boxes.take(which), self._constants, _WORDS.get(code, _FLOAT32_AS_BFLOAT16))
+            pieces = _Pieces.of(layout, boxes.take(which), self._constants, _WORDS[code])
             pieces.sum(self._constants, -1, 0, 0)
             self._kinds.append((which, pieces))
 
-    def run(self, turn: int | None, threads: int) -> DigestArray:
-        """(k,) digests of what lies in memory now; with `turn` of the sample of that turn alone."""
-        digests = np.empty(self._count, dtype=np.uint64)
+    def run(self, turn: int | None, threads: int) -> tuple[DigestArray, IntArray]:
+        """(k,) digests of what lies in memory now, and peaks; with `turn` of the sample of that turn alone.
+
+        A peak is the largest word of a box as it is stored, without its sign, or less where all are finite.
+        """
+        digests, peaks = np.empty(self._count, dtype=np.uint64), np.empty(self._count, dtype=np.int64)
         for which, pieces in self._kinds:
-            digests[which] = pieces.digests(self._constants, -1 if turn is None else turn, threads)
-        return digests
+            digests[which], peaks[which] = pieces.run(self._constants, -1 if turn is None else turn, threads)
+        return digests, peaks
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,27 +222,30 @@ class _Pieces:
         thin[:, 2] += np.where(thin[:, 0] == dim[box], begin, 0)
         return cls(words, first, size.prod(axis=1) * itemsize, start, size, stride[box], place, thin)
 
-    def digests(self, table: _Constants, turn: int, threads: int) -> DigestArray:
-        """(k,) digests of the boxes."""
+    def run(self, table: _Constants, turn: int, threads: int) -> tuple[DigestArray, IntArray]:
+        """(k,) digests of the boxes, and peaks."""
         shares = _shares(self.nbytes, threads)
         if len(shares) == 1:
-            sums = self.sum(table, turn, *shares[0])
+            sums, peaks = self.sum(table, turn, *shares[0])
         else:
             with ThreadPoolExecutor(len(shares)) as pool:
-                sums = np.concatenate(list(pool.map(lambda share: self.sum(table, turn, *share), shares)), axis=1)
+                parts = list(pool.map(lambda share: self.sum(table, turn, *share), shares))
+            sums, peaks = (np.concatenate([part[i] for part in parts], axis=-1) for i in (0, 1))
         joined = sums[0].astype(np.uint64) << np.uint64(32) | sums[1].astype(np.uint64)
-        return joined if len(self.first) == len(joined) else add_runs(joined, self.first)
+        if len(self.first) == len(joined):
+            return joined, peaks
+        return add_runs(joined, self.first), np.maximum.reduceat(peaks, self.first)
 
-    def sum(self, table: _Constants, turn: int, begin: int, end: int) -> IntArray:
-        """(2, end - begin) residues of some pieces."""
+    def sum(self, table: _Constants, turn: int, begin: int, end: int) -> tuple[IntArray, IntArray]:
+        """(2, end - begin) residues of some pieces, and their peaks."""
         loops = _loops()
         assert loops is not None
-        sums = np.empty((2, end - begin), dtype=np.int64)
+        sums, peaks = np.empty((2, end - begin), dtype=np.int64), np.empty(end - begin, dtype=np.int64)
         loops.box_sums(
             self.words, self.start, self.size, self.stride, self.place, self.thin, turn,
-            table.whole, table.halves, table.prefix, begin, end, sums,
+            table.whole, table.halves, table.prefix, begin, end, sums, peaks,
         )  # fmt: skip
-        return sums
+        return sums, peaks
 
 
 def _order(boxes: Boxes) -> IntArray:

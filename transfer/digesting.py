@@ -2,12 +2,15 @@
 
     digester = Digester(layout, rows, offsets, sizes, dtypes)
     digests = digester.run()
+    digests, values = digester.read()    # and which boxes hold values that are not finite
 
 On a CPU with numba most boxes are scanned (`digest_scan`). The others, and all on a GPU, are digested by torch, those
 that are alike together: slots of an expert parameter, the same parameters of all layers.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +20,20 @@ from weightcast.transfer.digest_scan import Scan, scannable
 from weightcast.transfer.dtypes import dtype_name, to_torch
 from weightcast.transfer.errors import StalePlanError
 from weightcast.transfer.layout import IntArray, RankLayout
+from weightcast.transfer.non_finite import count_values, least_suspect
 from weightcast.transfer.residues import DigestArray
 from weightcast.transfer.stacks import Boxes, Buffer
-from weightcast.transfer.verification import Sample
+from weightcast.transfer.strided import BoolArray
+from weightcast.transfer.verification import Sample, ValueCounts
 
-__all__ = ["Digester", "digest_rows"]
+__all__ = ["Digester", "Reading", "digest_rows"]
+
+
+class Reading(NamedTuple):
+    """(k,) digests, and counts of the boxes that hold values that are not finite, by their place among the k."""
+
+    digests: DigestArray
+    values: ValueCounts
 
 
 class Digester:
@@ -37,7 +49,9 @@ class Digester:
         self._layout = layout
         boxes = Boxes.of(layout, rows, offsets, sizes, dtypes)
         scanned = scannable(layout, boxes)
+        self._boxes = boxes
         self._scanned, self._stacked = np.flatnonzero(scanned), np.flatnonzero(~scanned)
+        self._limit = _limits(boxes, scanned)
         self._scan = Scan(layout, boxes.take(self._scanned)) if len(self._scanned) else None
         self._stacks = _Stacks(layout, boxes.take(self._stacked)) if len(self._stacked) else None
         held = np.unique(boxes.base)
@@ -50,14 +64,33 @@ class Digester:
 
         Uses as many threads as torch does. Raises StalePlanError when memory was reallocated since the layout was made.
         """
+        return self._run(sample, with_peaks=False)[0]
+
+    def read(self, sample: Sample | None = None) -> Reading:
+        """What `run` gives, and how many of the same elements are infinite, no number, or will be by a cast.
+
+        They are found while the boxes are digested; boxes that hold some are read a second time to count them.
+        """
+        digests, peaks = self._run(sample, with_peaks=True)
+        rows = np.flatnonzero(peaks >= self._limit)
+        boxes = self._boxes.take(rows).sampled(sample)
+        bases, counts = self._layout.memory.bases, {}
+        for number, row in enumerate(rows.tolist()):
+            place = boxes.size[number].tolist(), boxes.stride[number].tolist(), int(boxes.start[number])
+            view = bases[int(boxes.base[number])].as_strided(*place)
+            counts[row] = count_values(view, to_torch(dtype_name(int(boxes.dtype[number]))))
+        return Reading(digests, ValueCounts.of(counts))
+
+    def _run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
         self._check_memory()
-        digests = np.empty(len(self._scanned) + len(self._stacked), dtype=np.uint64)
+        count = len(self._scanned) + len(self._stacked)
+        digests, peaks = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.int64)
         if self._stacks is not None:
-            digests[self._stacked] = self._stacks.run(sample)
+            digests[self._stacked], peaks[self._stacked] = self._stacks.run(sample, with_peaks)
         if self._scan is not None:
             turn = None if sample is None else sample.turn
-            digests[self._scanned] = self._scan.run(turn, torch.get_num_threads())
-        return digests
+            digests[self._scanned], peaks[self._scanned] = self._scan.run(turn, torch.get_num_threads())
+        return digests, peaks
 
     def _check_memory(self) -> None:
         # There may be ten thousands of storages: nothing but the call for each, and of storages, which cost less.
@@ -68,6 +101,19 @@ class Digester:
                 f"{moved} of the {len(seen)} storages to digest were reallocated since they were described; "
                 "connect again to plan anew"
             )
+
+
+def _limits(boxes: Boxes, scanned: BoolArray) -> IntArray:
+    """(k,) the least peak of a box that may hold a value that is not finite: `least_suspect`. Scans have peaks of words
+    as they are stored, torch of words as they are digested.
+    """
+    kinds = np.stack([boxes.kind, boxes.dtype, scanned], axis=1)
+    distinct, which = np.unique(kinds, axis=0, return_inverse=True)
+    limits = []
+    for kind, code, as_stored in distinct.tolist():
+        stored, wanted = boxes.kinds[kind][1], to_torch(dtype_name(code))
+        limits.append(least_suspect(stored, wanted, bool(as_stored)))
+    return np.array(limits, dtype=np.int64)[which.reshape(-1)]
 
 
 def digest_rows(
@@ -90,14 +136,15 @@ class _Stacks:
         self._whole: list[IntArray] | None = None
         self._scale = scale(boxes.offset, boxes.size, boxes.ndim)
 
-    def run(self, sample: Sample | None) -> DigestArray:
-        """(k,) digests."""
+    def run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
+        """(k,) digests, and peaks of the words as they are digested; zeros if they are not asked for."""
         if sample is not None:
             boxes = self._boxes.sampled(sample)
-            return self._digests(boxes, self._grouped(boxes), scale(boxes.offset, boxes.size, boxes.ndim))
+            factors = scale(boxes.offset, boxes.size, boxes.ndim)
+            return self._digests(boxes, self._grouped(boxes), factors, with_peaks)
         if self._whole is None:
             self._whole = self._grouped(self._boxes)
-        return self._digests(self._boxes, self._whole, self._scale)
+        return self._digests(self._boxes, self._whole, self._scale, with_peaks)
 
     def _grouped(self, boxes: Boxes) -> list[IntArray]:
         groups: list[IntArray] = []
@@ -106,16 +153,20 @@ class _Stacks:
             groups.extend(boxes.stacks(members, block_limit(device)))
         return groups
 
-    def _digests(self, boxes: Boxes, groups: list[IntArray], factors: IntArray) -> DigestArray:
-        found: list[tuple[IntArray, torch.Tensor]] = []
+    def _digests(
+        self, boxes: Boxes, groups: list[IntArray], factors: IntArray, with_peaks: bool
+    ) -> tuple[DigestArray, IntArray]:
+        found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
         buffer = Buffer()
         for some in groups:
             target = to_torch(dtype_name(int(boxes.dtype[some[0]])))
             place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
-            found.append((some, box_residues(boxes.stacked(self._layout, some, buffer), *place, target)))
-        digests = np.zeros(len(boxes), dtype=np.uint64)
-        for device in {sums.device for _, sums in found}:
-            here = [(some, sums) for some, sums in found if sums.device == device]
-            which = np.concatenate([some for some, _ in here])
-            digests[which] = join(torch.cat([sums for _, sums in here], dim=1), factors[:, which])
-        return digests
+            stacked = boxes.stacked(self._layout, some, buffer)
+            found.append((some, *box_residues(stacked, *place, target, with_peaks and target.is_floating_point)))
+        digests, peaks = np.zeros(len(boxes), dtype=np.uint64), np.zeros(len(boxes), dtype=np.int64)
+        for device in {sums.device for _, sums, _ in found}:
+            here = [one for one in found if one[1].device == device]
+            which = np.concatenate([some for some, _, _ in here])
+            digests[which] = join(torch.cat([sums for _, sums, _ in here], dim=1), factors[:, which])
+            peaks[which] = torch.cat([largest for _, _, largest in here]).cpu().numpy()
+        return digests, peaks

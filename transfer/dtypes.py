@@ -15,7 +15,7 @@ from weightcast.transfer.errors import LayoutError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEMSIZE", "NAMES", "SAFETENSORS", "dtype_code", "dtype_name", "from_torch", "to_torch"]
+__all__ = ["ITEMSIZE", "NAMES", "SAFETENSORS", "cast_allowed", "dtype_code", "dtype_name", "from_torch", "to_torch"]
 
 NAMES: tuple[str, ...] = (
     "float64", "float32", "bfloat16", "float16",
@@ -32,6 +32,30 @@ SAFETENSORS: dict[str, str] = {
 }  # fmt: skip
 
 _CODES = {name: code for code, name in enumerate(NAMES)}
+
+_FLOATS = (
+    "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+_CASTS: dict[str, tuple[str, ...]] = {
+    # Rounding is what a lower precision means; values that become infinite or no number are counted in each update.
+    **dict.fromkeys(_FLOATS, _FLOATS),
+    # Powers of two without a sign, for scales: nothing else can be cast to them.
+    "float8_e8m0fnu": ("float64", "float32", "bfloat16"),
+    # Integers only where every value of the type is there.
+    "uint8": ("int16", "int32", "int64"),
+    "int8": ("int16", "int32", "int64"),
+    "int16": ("int32", "int64"),
+    "int32": ("int64",),
+}
+"""To which other types values of a type may be cast; between others they could become different values unseen."""
+_ALLOWED = np.eye(len(NAMES), dtype=bool)
+for _held, _wanted in _CASTS.items():
+    _ALLOWED[_CODES[_held], [_CODES[name] for name in _wanted]] = True
+
+
+def cast_allowed(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """(k,) dtype codes of the trainer and of an instance -> (k,) bool, whether such values may be moved."""
+    return np.asarray(_ALLOWED[held, wanted])
 
 
 def dtype_code(name: str) -> int:

@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from weightcast.transfer.layout import RankLayout
 from weightcast.transfer.placement import RankPlacement
 
-__all__ = ["Sink", "Source"]
+__all__ = ["Settles", "Sink", "Source"]
 
 
 @runtime_checkable
@@ -30,7 +30,10 @@ class Source(Protocol):
 
 @runtime_checkable
 class Sink(Protocol):
-    """One inference rank."""
+    """One inference rank.
+
+    A sink may also have `settle() -> None`, see `Settles`.
+    """
 
     def describe(self) -> RankLayout:
         """Every byte of every parameter of this rank as regions over its live memory, each slot of each replica
@@ -45,5 +48,18 @@ class Sink(Protocol):
         """The expert placement as the engine has it now; None for a model without experts.
 
         Read before and after each update; it has to be cheap and to see a rebalance that happened in place.
+        """
+        ...
+
+
+@runtime_checkable
+class Settles(Protocol):
+    """A sink whose engine keeps tensors computed from parameters that nobody else brings up to date."""
+
+    def settle(self) -> None:
+        """Computes them anew, in place.
+
+        Called after every update, when all parameters are written and the engine has ended its session, and before
+        anything is digested; again after a resend. Must not communicate. What it raises fails the update.
         """
         ...

@@ -15,10 +15,14 @@
     │   ├── TransferError             bytes could not be moved
     │   │   └── DeadlineError         a wait ran past its deadline; names who is missing
     │   ├── DigestMismatchError       what lies in memory is not what was sent
+    │   ├── WeightsChangedError       the trainer's weights changed while they were sent
+    │   ├── NonFiniteError            the trainer holds values, or a cast makes some, that an instance refuses
     │   └── EngineError               an engine's own API refused a step
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
         ├── VersionError              a version that does not grow
+        ├── DisplacedError            a trainer process that was replaced speaks all the same
+        ├── UnregisteredError         a trainer rank that this start of the gateway does not know: register first
         └── AuthorizationError        a missing or wrong token
 
 A message names tensor, rank, instance, what was expected, what was found, and what to do. It is one line, so that it
@@ -37,18 +41,22 @@ __all__ = [
     "DeadlineError",
     "DescribeError",
     "DigestMismatchError",
+    "DisplacedError",
     "EngineError",
     "InputError",
     "LayoutError",
+    "NonFiniteError",
     "PairStateError",
     "PlacementError",
     "PlacementIndexError",
     "PlanError",
     "StalePlanError",
     "TransferError",
+    "UnregisteredError",
     "UpdateError",
     "VersionError",
     "WeightcastError",
+    "WeightsChangedError",
     "WireError",
 ]
 
@@ -121,6 +129,14 @@ class DigestMismatchError(UpdateError):
     """The digest of what lies in memory is not the digest of what was sent."""
 
 
+class WeightsChangedError(UpdateError):
+    """The trainer's weights changed during update(); the message names tensors and ranks."""
+
+
+class NonFiniteError(UpdateError):
+    """Values that are infinite or no number, or will be by a cast; nothing was written, the old version is served."""
+
+
 class EngineError(UpdateError):
     """An engine's own API refused a step, or answered nonsense."""
 
@@ -135,6 +151,14 @@ class PairStateError(ControlError):
 
 class VersionError(ControlError):
     """A version that is not greater than the one committed."""
+
+
+class DisplacedError(ControlError):
+    """A trainer process that another one has replaced is believed no more; the message names both."""
+
+
+class UnregisteredError(ControlError):
+    """A trainer rank that has not registered since the gateway was started, or since its pair was made."""
 
 
 class AuthorizationError(ControlError):

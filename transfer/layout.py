@@ -268,7 +268,7 @@ class LayoutNotes:
     """What a rank declares beside its regions; all of it goes on the wire and is shown by `weightcast inspect`.
 
     `parameter_bytes` is what the rank's parameters occupy, `padding_bytes` how much of that the engine itself fills and
-    nobody sends. `derived` names tensors that the engine computes from parameters after an update. `left_out` names
+    nobody sends. `derived` names tensors that are computed from parameters after an update. `left_out` names
     logical tensors that this rank deliberately does not hold (for example MTP layers that are not loaded), with the
     reason.
     `dispatch` is the dispatch audit of an inference rank: (layer, logical expert, physical slot) triples, shape (n, 3),

@@ -9,14 +9,16 @@ can miss is a thinner one, and a single wrong element, in versions in which none
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
 from weightcast.transfer.layout import IntArray
 
-__all__ = ["SAMPLE_STEP", "Sample", "Verify", "sampled_rows"]
+__all__ = ["SAMPLE_STEP", "Sample", "ValueCounts", "Verify", "sampled_rows"]
 
 SAMPLE_STEP = 16
 """A sample has one row of so many, of small tensors more."""
@@ -31,6 +33,23 @@ class Verify(StrEnum):
     """A sample of the rows of every region."""
     OFF = "off"
     """Nothing: an update is committed unverified."""
+
+
+class ValueCounts(NamedTuple):
+    """Values of some rows that are not finite, in int64 columns (m,): of `row`, how many are no number, infinite, and
+    finite but not in the type that they are cast to. Rows ascend; other rows have none of them.
+    """
+
+    row: IntArray
+    nan: IntArray
+    inf: IntArray
+    overflow: IntArray
+
+    @classmethod
+    def of(cls, counts: Mapping[int, tuple[int, int, int]]) -> ValueCounts:
+        """From (nan, inf, overflow) by row; rows of three zeros are left out."""
+        rows = [(row, *counts[row]) for row in sorted(counts) if any(counts[row])]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def sampled_rows(shape: IntArray, ndim: IntArray) -> tuple[IntArray, IntArray]:

@@ -11,7 +11,7 @@ InputError that the value's own validation raised, and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from weightcast.transfer.layout import IntArray, LayoutNotes, RankReport, Region
 from weightcast.transfer.placement import ExpertPlacement, RankPlacement
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.residues import DigestArray
-from weightcast.transfer.verification import Verify
+from weightcast.transfer.verification import ValueCounts, Verify
 from weightcast.transfer.wire_tables import (
     check_boxes,
     check_padding,
@@ -42,7 +42,7 @@ __all__ = [
     "encode_report",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Both sides must have the same; a change of any message changes it."""
 
 _REPORT, _PART, _DIGESTS = 1, 2, 3
@@ -54,16 +54,18 @@ _MAX_NOTED_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class DigestReport:
-    """Digests that one rank computed after an update, in columns.
+    """Digests that one rank computed in an update, in columns.
 
     `instance` is None for a trainer rank. `cell` (k,) int64 are the cells of the plan's DigestRows, in the order of the
-    rank's rows; `digest` (k,) uint64 are two residues each, see residues.py.
+    rank's rows; `digest` (k,) uint64 are two residues each, see residues.py. `values` counts those of the rows that are
+    not finite, where they were counted: in a trainer rank's first pass.
     """
 
     instance: str | None
     rank: int
     cell: IntArray
     digest: DigestArray
+    values: ValueCounts = field(default_factory=lambda: ValueCounts.of({}))
 
     def __len__(self) -> int:
         return int(self.cell.shape[0])
@@ -186,6 +188,8 @@ def encode_digests(report: DigestReport) -> bytes:
     w.field("rank", report.rank)
     w.column("cell", report.cell)
     w.words("digest", report.digest)
+    for name in ValueCounts._fields:
+        w.column(f"values.{name}", getattr(report.values, name))
     return w.finish()
 
 
@@ -198,9 +202,21 @@ def decode_digests(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Digest
     count = r.count("cell")
     cell = r.column("cell", count)
     check_range(r, "cell", cell, 0, _MAX_COUNT)
-    report = DigestReport(instance, r.integer("rank", 0, _MAX_RANKS), cell, r.words("digest", count))
+    rank, digest = r.integer("rank", 0, _MAX_RANKS), r.words("digest", count)
+    report = DigestReport(instance, rank, cell, digest, _read_values(r, count))
     r.finish()
     return report
+
+
+def _read_values(r: FrameReader, rows: int) -> ValueCounts:
+    count = r.count("values.row")
+    values = ValueCounts(*(r.column(f"values.{name}", count) for name in ValueCounts._fields))
+    check_range(r, "row of values", values.row, 0, rows - 1)
+    if (np.diff(values.row) <= 0).any():
+        raise r.error("counts values of rows that do not ascend")
+    for name in ValueCounts._fields[1:]:
+        check_range(r, f"values that are {name}", getattr(values, name), 0, _MAX_COUNT)
+    return values
 
 
 def _read_verify(r: FrameReader) -> Verify:

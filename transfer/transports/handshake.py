@@ -28,6 +28,8 @@ __all__ = ["connect_all"]
 _HELLO = struct.Struct("!16sI")
 """The secret of the group, and who connects."""
 
+_LOOK = 0.5
+"""Seconds between two looks whether the deadline was cut short."""
 _MOST_STRANGERS = 256
 """Beside members so many connections may say nothing yet; more would take this process's descriptors."""
 
@@ -116,7 +118,7 @@ def _accept(
         strangers.register(listener, selectors.EVENT_READ)
         try:
             while missing := sorted(expected - set(found)):
-                ready = strangers.select(deadline.left)
+                ready = strangers.select(min(deadline.left, _LOOK))
                 if deadline.expired:
                     raise DeadlineError(
                         f"{naming.group}: {naming.me} waited {deadline.seconds:g} s for "

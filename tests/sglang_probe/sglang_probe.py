@@ -1,0 +1,71 @@
+"""SGLang plugin of the tests: says what a scheduler keeps when a version is stamped, and makes grammars compile slowly.
+
+It lies beside the tests, on the PYTHONPATH of a server that shall load it, with an entry point written for the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+COMPILE = "SGLANG_PROBE_COMPILE"
+"""Environment variable: seconds that a grammar takes to compile."""
+REPORTS = "SGLANG_PROBE_REPORTS"
+"""Environment variable: a folder for one JSON a stamped version and process."""
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    backend = "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend."
+    HookRegistry.register(backend + "apply_vocab_mask", mask_on_cpu, HookType.REPLACE)
+    HookRegistry.register(backend + "dispatch_json", compile_slowly, HookType.AROUND)
+    scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    HookRegistry.register(scheduler + "handle_update_weight_version", report, HookType.AFTER)
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+    HookRegistry.register(updater + "begin_weight_update", plant, HookType.BEFORE)
+
+
+def mask_on_cpu(logits: Any, vocab_mask: Any) -> None:
+    """What SGLang 0.5.23 has for GPUs alone."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+
+
+def compile_slowly(original: Callable[..., Any], *args: Any) -> Any:
+    time.sleep(float(os.environ.get(COMPILE, "0")))
+    return original(*args)
+
+
+def plant(*_: Any) -> None:
+    """An embedding of the old weights, as of an image: the models of the tests have no eyes."""
+    import torch
+    from sglang.srt.managers import mm_schedule
+    from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
+
+    if mm_schedule.embedding_cache is None:
+        mm_schedule.init_mm_embedding_cache(1 << 20)
+    mm_schedule.embedding_cache.set(1, EmbeddingResult(embedding=torch.zeros(4, 4)))
+
+
+def report(result: Any, scheduler: Any, request: Any) -> Any:
+    from sglang.srt.managers import mm_schedule
+
+    runner = scheduler.tp_worker.model_runner
+    owners = {"scheduler": scheduler, "worker": scheduler.tp_worker, "runner": runner, "tree": scheduler.tree_cache}
+    found = {
+        "tree": scheduler.tree_cache.evictable_size() + scheduler.tree_cache.protected_size(),
+        "embeddings": len(mm_schedule.embedding_cache),
+        "running": len(scheduler.running_batch.reqs),
+        "grammars": len(scheduler.grammar_manager.grammar_queue),
+        "attributes": sorted(f"{who}.{key}" for who, owner in owners.items() for key in vars(owner) if "cache" in key),
+    }
+    folder = os.environ.get(REPORTS)
+    if folder:
+        (Path(folder) / f"{request.new_version}.{os.getpid()}.json").write_text(json.dumps(found))
+    return result
