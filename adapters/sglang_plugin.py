@@ -26,7 +26,6 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -42,7 +41,7 @@ from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 if TYPE_CHECKING:
     from weightcast.adapters.sglang import SglangSink
     from weightcast.adapters.sglang_caches import Prefixes
-    from weightcast.gateway.instance_worker import InstanceWorker
+    from weightcast.gateway.instance_worker import InstanceWorker, Memory
     from weightcast.transfer.layout import RankLayout
     from weightcast.transfer.placement import RankPlacement
 
@@ -162,15 +161,12 @@ class _Member:
         self.thread.do(self.worker.close)
         self.thread.end()
 
-    def uncommitted(self) -> bool:
-        """Whether the memory holds an update that was never committed, once this member has left. Raises TransferError
-        when it may still write.
-        """
+    def wait_until_left(self) -> None:
+        """Waits until this member has left. Raises TransferError when it may still write."""
         if not self.thread.ended(_LEAVING):
             if self.receiving is not None and not self.receiving.done():
                 raise TransferError(f"this rank still receives for {self.group}, which was called off; connect again")
             log.warning("weightcast: the connect of %s was called off, but still waits", self.group)
-        return self.worker.uncommitted
 
 
 class _Session:
@@ -180,7 +176,7 @@ class _Session:
         self.member: _Member | None = None
         self.before: _Member | None = None
         self.calls: deque[str] = deque(maxlen=100)
-        self.identity = uuid.uuid4().hex  # of this process and so of its memory
+        self.memory: Memory | None = None  # of this process
         self._prefixes: Prefixes | None = None
 
     @property
@@ -286,13 +282,14 @@ def _connect(manager: Any, request: Any) -> str:
         world_size=world,
         backend=request.backend,
         address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
-        identity=_session.identity,
+        memory=_session.memory,
     )
     member = _Member(request.group_name, group, pause, worker, _Thread(str(runner.device), int(runner.gpu_id)))
-    _session.member = member
+    _session.member, _session.memory = member, worker.memory
 
     def connect() -> None:
-        worker.uncommitted = before is not None and before.uncommitted()
+        if before is not None:
+            before.wait_until_left()
         worker.connect(epoch)
 
     member.connecting = member.thread.do(connect)  # a description that failed is told to the gateway there

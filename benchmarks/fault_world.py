@@ -177,6 +177,27 @@ class World:
                 assert time.monotonic() < limit, "the gateway did not start"
                 time.sleep(0.05)
 
+    def recreate_pair(self) -> None:
+        """The pair is deleted, and created again as it was; ranks live on and are told by nobody."""
+        self.client.delete_pair(fault_ranks.PAIR)
+        self.create_pair()
+
+    def copy_state(self) -> dict[str, bytes]:
+        """The gateway's state as its file has it now, over a restart: a file in use cannot be copied."""
+        self.gateway.kill()
+        files = {file.name: file.read_bytes() for file in self._work.glob("state*")}
+        self.start_gateway()
+        return files
+
+    def put_back(self, files: dict[str, bytes]) -> None:
+        """A gateway begins with the state of an earlier time."""
+        self.gateway.kill()
+        for file in self._work.glob("state*"):
+            file.unlink()
+        for name, content in files.items():
+            (self._work / name).write_bytes(content)
+        self.start_gateway()
+
     def start_trainer(self, rank: int) -> Process:
         arguments = (rank, TRAINERS, self.url, self._token, self._options)
         return Process(self._context, f"trainer rank {rank}", fault_ranks.run_trainer, *arguments)

@@ -256,6 +256,51 @@ def full_disk(world: World, run: Run, chance: random.Random, cleanup: ExitStack)
     return _once(run, lambda _: cleanup.enter_context(world.full_disk()))
 
 
+def old_state(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """A backup of the gateway's state is put back, while ranks hold a newer version: it is not believed."""
+    backup, before = world.copy_state(), world.version
+    for _number in range(chance.randint(1, 2)):
+        world.begin()
+        world.end(_go)
+        world.rest()
+    newest = world.version
+    world.put_back(backup)
+    run.where, run.concerned, run.happened = f"of version {before}, ranks hold {newest}", (), True
+    connects = chance.random() < 0.5
+    if connects:
+        world.connect()
+        instances = world.status()["instances"]
+        run.faults += [f"{n} is trusted: {i}" for n, i in instances.items() if not i["fenced"] or i["serves"]]
+        run.faults += world.wrong()
+    world.version = chance.randint(before, newest - 1)
+    version = world.begin()
+    said = world.end(_go)
+    world.rest()
+    if accepted := [n for n, i in world.status()["instances"].items() if i["version"] == version]:
+        run.faults.append(f"version {version} was committed to {', '.join(accepted)} under ranks that hold {newest}")
+    if not all("VersionError" in str(one) or f"hold version {newest}" in str(one) for one in said):
+        run.faults.append(f"version {version} was not refused by name: {said}")
+    run.faults += world.wrong()
+    world.version = newest
+    return _go
+
+
+def recreated_pair(world: World, run: Run, chance: random.Random, _: ExitStack) -> Callable[[Process, str], None]:
+    """The pair is deleted and created again, while everybody lives; its versions may begin anew."""
+    held = world.version
+    world.recreate_pair()
+    world.version = chance.choice((0, held))
+    connects = chance.random() < 0.5
+    run.where, run.concerned, run.happened = f"from version {world.version}, ranks hold {held}", (), True
+    if connects:
+        world.connect()
+        instances = world.status()["instances"]
+        run.faults += [f"{n} is not connected: {i}" for n, i in instances.items() if i["phase"] != "connected"]
+        run.faults += [f"{n} serves what it does not have: {i}" for n, i in instances.items() if i["serves"]]
+    run.faults += world.wrong()
+    return _go
+
+
 FAULTS: dict[str, Fault] = {
     "kill trainer": kill_trainer,
     "kill engine": kill_engine,
@@ -271,6 +316,8 @@ FAULTS: dict[str, Fault] = {
     "move": move,
     "torn": torn,
     "full disk": full_disk,
+    "old state": old_state,
+    "recreated pair": recreated_pair,
     "zombie": zombie,
 }
 

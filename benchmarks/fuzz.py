@@ -362,7 +362,7 @@ async def play(count: int, seed: int) -> tuple[Counter[int], list[str], int]:
                 before = resident()
         valid = chance.choice(seeds)
         if "trainer" in valid.path or valid.path.endswith(("p/orders", "/connect", "1/instances")):
-            valid = replace(valid, incarnation=str(Incarnation(0, generation, gateway.boot, START)))
+            valid = replace(valid, incarnation=str(Incarnation(0, generation, pair.boot, START)))
         asked = mutated(valid, chance)
         begun = time.perf_counter()
         try:

@@ -45,7 +45,7 @@ def main(url: str, pair: str, instance: str) -> None:
     while True:
         if (version := worker.serve(wait=1.0)) is not None:
             print("serving version", version)
-        if not worker.fenced:  # else its memory may hold bytes of two versions, until an update is committed
+        if not worker.fenced:  # else nothing was committed yet, or its memory may hold bytes of two versions
             ...  # generate the next batch here
 
 

@@ -149,11 +149,11 @@ class Asked:
             return number
         raise InputError(f"{name} is {given[:80]!r}, expected a whole number of at least 0")
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, most: int = MAX_TEXT) -> str:
         """A short text of the query, empty where there is none."""
         given = self._query.get(name, "")
-        if len(given) > MAX_TEXT:
-            raise InputError(f"{name} has {len(given)} characters, expected at most {MAX_TEXT}")
+        if len(given) > most:
+            raise InputError(f"{name} has {len(given)} characters, expected at most {most}")
         return given
 
     def flag(self, name: str) -> bool:

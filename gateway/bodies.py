@@ -14,6 +14,7 @@ from weightcast.transfer.topology import Topology
 from weightcast.transfer.verification import Verify
 
 __all__ = [
+    "MAX_IDENTITY",
     "BeatBody",
     "EngineBody",
     "FailureBody",
@@ -25,6 +26,8 @@ __all__ = [
 ]
 
 
+MAX_IDENTITY = 160
+"""Characters of what stands for a process: host, number and a random part."""
 MAX_LAYERS = 10_000
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 
@@ -107,9 +110,9 @@ class MovedBody(_Body):
 
 
 class BeatBody(_Body):
-    """A rank lives; `identity` stands for its memory."""
+    """A rank lives; `identity` stands for its process, and so for its memory."""
 
-    identity: str = Field(default="", max_length=64)
+    identity: str = Field(default="", max_length=MAX_IDENTITY)
 
 
 class OfferBody(_Body):

@@ -2,7 +2,8 @@
 
 Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the
 gateway answers is raised here as the same class with the same message. A gateway that has answered before is asked
-again for a while when it does not: it may be starting anew, and every request can be made twice.
+again for a while when it does not: it may be starting anew, and every request can be made twice. Whether connections
+are refused or packets vanish, that while is the same.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
 _MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
-"""Seconds of one long poll."""
+"""Seconds of one long poll at most."""
 _LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
+_ONCE = 1.0
+"""Seconds that one attempt may take of a gateway that has been gone for longer than `outage`."""
 
 
 class Orders(NamedTuple):
-    """Orders of an instance, which start of the gateway gave them, and how many it has given."""
+    """Orders of an instance, which life of the pair gave them (`Pair.boot`), and how many it has given."""
 
     orders: list[dict[str, Any]]
     boot: str
@@ -54,7 +57,7 @@ class Orders(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """Number of the trainer's start, the number of its first order since, and the start of the gateway."""
+    """Number of the trainer's start, the number of its first order since, and the life of the pair."""
 
     generation: int
     first_order: int
@@ -65,23 +68,34 @@ class GatewayClient:
     """`GatewayClient("http://127.0.0.1:8900")`; the token comes from WEIGHTCAST_TOKEN unless given.
 
     Within a Ray cluster the address may be `ray://NAME` of a gateway's actor.
-    `outage` is for how many seconds a gateway that has answered before is asked again. Methods raise what the gateway
-    answered, or TransferError when it cannot be reached.
+    `identity` stands for the process of a rank of an instance, and goes with all it asks.
+    `outage` is for how many seconds a gateway that has answered before is asked again, counted from the moment when it
+    was lost, over all calls until `begin`; `timeout` is how long one that has not may take to answer. Methods raise
+    what the gateway answered, or TransferError when it cannot be reached.
     `incarnation` is that of the trainer rank which this client has registered, or speaks for: every request says it.
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout: float = 60.0,
+        outage: float = 0.0,
+        identity: str = "",
+    ) -> None:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         if not token:
             raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
         transport = transport_to(url)
         self.url = url.rstrip("/")
-        self.outage, self._reached = outage, False
+        self.outage, self._timeout, self._reached = outage, timeout, False
+        self._lost: float | None = None
         self.incarnation: Incarnation | None = None
         self._client = httpx.Client(
             base_url=self.url,
-            timeout=timeout,
             headers={"Authorization": f"Bearer {token}"},
+            params={"identity": identity} if identity else {},
             trust_env=False,
             transport=transport,
             verify=transport is not None or trusted(self.url),
@@ -97,21 +111,50 @@ class GatewayClient:
         """Closes the connections."""
         self._client.close()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the last request found nobody."""
+        return self._lost is not None
+
+    def begin(self) -> None:
+        """Something new begins: a gateway that was lost before is looked for as long as one that is lost now."""
+        self._lost = None
+
+    @property
+    def _patience(self) -> float:
+        return self.outage if self.outage and self._reached else self._timeout
+
+    @property
+    def _longest_poll(self) -> float:
+        """Seconds of a long poll, so that its answer is late before `outage` is over."""
+        return min(POLL, self._patience / 2)
+
     def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
-        until = time.monotonic() + (self.outage if self._reached else 0.0)
+        begun = time.monotonic()
         if (incarnation := self.incarnation) is not None:
             request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
+            asked = time.monotonic()
+            lost = self._lost if self.outage and self._reached else None
+            until = (begun if lost is None else lost) + self._patience
+            if lost is not None and "wait" in request.get("params", {}):
+                request["params"] = {**request["params"], "wait": 0.0}  # first whether there is anybody
             try:
-                response = self._client.request(method, path, **request)
+                response = self._client.request(method, path, timeout=max(until - asked, _ONCE), **request)
             except httpx.HTTPError as error:
-                if time.monotonic() >= until:
+                now = time.monotonic()
+                # A connection that breaks tells the moment; silence may have begun when it was asked.
+                since = self._lost or (asked if isinstance(error, httpx.TimeoutException) else now)
+                self._lost = since
+                if now >= since + (self.outage if self._reached else 0.0):
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from error
             else:
+                self._lost = None
                 # A neighbour with a wrong token makes the gateway deaf for some seconds; or it is stopping.
-                if response.status_code not in _LATER or time.monotonic() >= until:
+                again = self.outage if self._reached else 0.0
+                if response.status_code not in _LATER or time.monotonic() >= begun + again:
                     break
             time.sleep(_AGAIN)
         self._reached = True
@@ -125,7 +168,7 @@ class GatewayClient:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"gateway {self.url}: {what} did not come in time")
-            response = self._call("GET", path, params={"wait": min(POLL, left), **parameters})
+            response = self._call("GET", path, params={"wait": min(self._longest_poll, left), **parameters})
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
 
@@ -197,7 +240,7 @@ class GatewayClient:
 
     def offer(self, pair: str, rank: int, version: int) -> str | None:
         """Says that a trainer rank is ready to send a version; the first rank's offer starts the update. Returns which
-        start of the gateway has taken it; None when it does not know the rank, as after a restart: register first.
+        life of the pair has taken it; None when it does not know the rank, as after a restart: register first.
         """
         try:
             answer = self._call("POST", f"/pairs/{pair}/trainer/{rank}/offers", json={"version": version}).json()
@@ -218,7 +261,7 @@ class GatewayClient:
         return self._orders(f"/pairs/{pair}/orders", after, wait, known)
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
-        params = {"after": after, "wait": min(wait, POLL), "known": known}
+        params = {"after": after, "wait": min(wait, self._longest_poll), "known": known}
         return _orders_of(self._call("GET", path, params=params).json())
 
     def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
@@ -254,20 +297,22 @@ class GatewayClient:
         epoch: int,
         report: RankReport,
         *,
-        identity: str = "",
-        uncommitted: bool = False,
         verified: int | None = None,
+        of: str = "",
+        uncommitted: bool = False,
         followed: int = 0,
-    ) -> bool:
-        """Registers a rank of an instance for one epoch. `followed` is the generation of the trainer that has written
-        its memory last; the three before, and the answer: `Instance.register`.
+    ) -> tuple[bool, str]:
+        """Registers a rank of an instance for one epoch, with what it says of its memory: `Holding`. `followed` is the
+        generation of the trainer that has written that memory last. Returns whether it holds the committed version, and
+        the uid of the pair.
         """
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
-        params: dict[str, Any] = {"identity": identity, "uncommitted": uncommitted, "followed": followed}
+        params: dict[str, Any] = {"of": of, "uncommitted": uncommitted, "followed": followed}
         if verified is not None:
             params["verified"] = verified
         content = wire.encode_report(report)
-        return bool(self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()["committed"])
+        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        return bool(answer["committed"]), str(answer["uid"])
 
     def beat(self, path: str, identity: str) -> int | None:
         """Says that a rank lives: `path` is "trainer/RANK" or "instances/INSTANCE/ranks/RANK" behind the pair. Returns
@@ -314,7 +359,7 @@ class GatewayClient:
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.
 
-        `known` is the start of the gateway that numbered them: another one answers at once, without orders.
+        `known` is the life of the pair that numbered them: another one answers at once, without orders.
         """
         return self._orders(f"/pairs/{pair}/instances/{instance}/orders", after, wait, known)
 
@@ -332,7 +377,7 @@ class GatewayClient:
         "run", or "end" when the update was called off.
         """
         base = self._base(pair, instance, epoch)
-        wait = max(0.0, min(POLL, deadline - time.monotonic()))
+        wait = max(0.0, min(self._longest_poll, deadline - time.monotonic()))
         body = {"stale": stale, "layers": layers}
         answer = self._call("POST", f"{base}/ranks/{rank}/ready", params={"wait": wait}, json=body)
         if answer.status_code == httpx.codes.NO_CONTENT:
@@ -364,7 +409,7 @@ class GatewayClient:
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
         params: dict[str, Any] = {"version": version, "first": first}
         if after is not None:
-            params |= {"after": after, "wait": POLL, "known": known}
+            params |= {"after": after, "wait": self._longest_poll, "known": known}
         content = wire.encode_digests(report)
         answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
         return None if after is None else _orders_of(answer)

@@ -17,6 +17,7 @@ from weightcast.gateway.pairs import Event, Phase
 from weightcast.gateway.records import Order
 from weightcast.gateway.service import Pair, as_weightcast_error
 from weightcast.gateway.verify import DigestCheck
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.replan import Planner
@@ -80,12 +81,15 @@ async def _engine_connect(instance: Instance, host: str, port: int) -> None:
             instance.failure = error
 
 
-async def merge_trainer_reports(pair: Pair) -> None:
-    """The trainer's layout, once all of its ranks have registered. Raises DeadlineError naming who has not."""
+async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) -> None:
+    """The trainer's layout, once all of its ranks have registered. Raises DeadlineError naming who has not; `deadline`
+    is that of the update which needs it.
+    """
     if pair.trainer_layout is None:
+        seconds = pair.spec.settings.register
         await pair.wait(
             lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
-            pair.spec.settings.register,
+            seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
         )
         reports = list(pair.trainer_reports.values())
@@ -136,6 +140,9 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
 
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
+    def missing() -> str:
+        return f"the engine of instance {instance.name} did not connect"
+
     if instance.parts is None:
         await _give_up(call)
         return
@@ -146,7 +153,7 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
             pair.spec.settings.join,
             lambda: f"instance {instance.name}: {', '.join(sorted(members - instance.joined))} did not join",
         )
-        await call
+        await instance.in_update(call, missing)
         if instance.failure is not None:
             raise instance.failure
         instance.on(Event.CONNECT)

@@ -21,7 +21,7 @@ Follow: TypeAlias = Callable[[str, Callable[[], Order]], None]
 class OrderFeed:
     """The orders of a pair from number `after` on, for one connect or update, which is over by `deadline`.
 
-    `boot` is the start of the gateway that numbered them.
+    `boot` is the life of the pair that numbered them.
     """
 
     def __init__(self, client: GatewayClient, pair: str, after: int, boot: str, deadline: float) -> None:
@@ -42,7 +42,7 @@ class OrderFeed:
         why no further order can come.
 
         Raises the first failure after all have ended; DeadlineError when an order does not come, ControlError when the
-        gateway was restarted.
+        gateway was restarted or the pair created again.
         """
         if not names:
             return
@@ -92,8 +92,8 @@ class OrderFeed:
         found = self._client.pair_orders(self._pair, self._after, min(POLL, seconds), self._boot)
         if found.boot != self._boot:
             raise ControlError(
-                f"pair {self._pair}: the gateway was restarted while {', '.join(sorted(names))} were connected or "
-                "updated; offer a greater version"
+                f"pair {self._pair}: the gateway was restarted or the pair created again while "
+                f"{', '.join(sorted(names))} were connected or updated; offer a greater version"
             )
         self._after += len(found.orders)
         return found.orders

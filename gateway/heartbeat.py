@@ -21,7 +21,7 @@ class Heartbeat:
 
     A thread, because a rank computes for minutes between two calls of ours. A beat that does not arrive is not
     repeated: the next one says the same. `told` is called with the `time.monotonic()` at which a beat was sent, and
-    with what the gateway answered.
+    with what the gateway answered; `failed` with the seconds since the gateway answered last, and with the error.
     """
 
     def __init__(
@@ -32,9 +32,11 @@ class Heartbeat:
         identity: str,
         seconds: float,
         told: Callable[[float, int | None], None] = lambda sent, running: None,
+        failed: Callable[[float, WeightcastError], None] = lambda seconds, error: None,
     ) -> None:
         self._client = GatewayClient(url, token, timeout=max(seconds, 1.0))
-        self._path, self._identity, self._seconds, self._told = path, identity, seconds, told
+        self._path, self._identity, self._seconds = path, identity, seconds
+        self._told, self._failed = told, failed
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightcast-heartbeat", daemon=True)
         self._thread.start()
@@ -44,6 +46,7 @@ class Heartbeat:
         self._client.incarnation = incarnation
 
     def _run(self) -> None:
+        answered = time.monotonic()
         refused = ""
         while True:
             sent = time.monotonic()
@@ -53,9 +56,12 @@ class Heartbeat:
                 if str(error) != refused:  # once: it is said until the process ends or connects anew
                     refused = str(error)
                     log.error("%s", error)
+                self._failed(time.monotonic() - answered, error)
             except WeightcastError as error:
                 log.debug("heartbeat of %s: %s", self._path, error)
+                self._failed(time.monotonic() - answered, error)
             else:
+                answered = time.monotonic()
                 self._told(sent, running)
             if self._end.wait(self._seconds):
                 break

@@ -1,14 +1,17 @@
-"""The name of the host that a rank is on. Names serve the planner, which prefers sources on the receiver's host."""
+"""The name of the host that a rank is on, and of its process. Names of hosts serve the planner, which prefers sources
+on the receiver's host; those of processes tell two that say they are one rank.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import sys
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["HOST_VARIABLE", "host_name", "name_of_node"]
+__all__ = ["HOST_VARIABLE", "host_name", "name_of_node", "process_identity"]
 
 HOST_VARIABLE = "WEIGHTCAST_HOST"
 """Environment variable with the name of the host, for ranks that have another idea of it than their peers."""
@@ -22,6 +25,11 @@ def host_name() -> str:
     if ray is None or not ray.is_initialized():
         return socket.gethostname()
     return name_of_node(ray.get_runtime_context().get_node_id(), ray.nodes())
+
+
+def process_identity() -> str:
+    """A text for this process and none other, with its host and its number: HOST~PID~RANDOM, at most 120 characters."""
+    return f"{host_name()[:80]}~{os.getpid()}~{uuid.uuid4().hex[:16]}"
 
 
 def name_of_node(node: str, nodes: Iterable[Mapping[str, Any]]) -> str:

@@ -12,10 +12,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from weightcast.gateway.asked import NOTHING, Answer, Asked, HotRoute, Reply, Speaker, decoded, json_reply
-from weightcast.gateway.bodies import BeatBody, FailureBody, MovedBody, OfferBody, ReadyBody, RendezvousBody
+from weightcast.gateway.bodies import (
+    MAX_IDENTITY,
+    BeatBody,
+    FailureBody,
+    MovedBody,
+    OfferBody,
+    ReadyBody,
+    RendezvousBody,
+)
 from weightcast.gateway.guard import MSGPACK
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.instance import Instance
+from weightcast.gateway.instance import Holding, Instance
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.records import Order, as_json
 from weightcast.gateway.service import Pair
@@ -69,14 +77,14 @@ class _Routes:
         return await self._believed(asked, self.pair(asked), said, answer)
 
     async def _believed(self, asked: Asked, pair: Pair, said: Incarnation, answer: Answer) -> Reply:
-        pair.incarnations.check(said, self.gateway.boot)
+        pair.incarnations.check(said, pair.boot)
         task = asyncio.current_task()
         assert task is not None, "requests are answered in tasks"
         pair.asking[task] = said
         try:
             return await answer(asked)
         except asyncio.CancelledError:
-            pair.incarnations.check(said, self.gateway.boot)  # it is believed no more since it asked
+            pair.incarnations.check(said, pair.boot)  # it is believed no more since it asked
             raise
         finally:
             del pair.asking[task]
@@ -85,24 +93,21 @@ class _Routes:
         """The pair that a path names."""
         return self.gateway.pair(asked.path["name"])
 
+    def instance(self, asked: Asked) -> Instance:
+        """The instance that a path names. Raises DisplacedError for who is no longer one of its ranks."""
+        found = self.pair(asked).instance(asked.path["instance"])
+        found.check_process(asked.text("identity", MAX_IDENTITY))
+        return found
+
     def at(self, asked: Asked) -> tuple[Instance, int]:
         """The instance that a path names, and the epoch."""
-        return self.pair(asked).instance(asked.path["instance"]), asked.whole("epoch")
+        return self.instance(asked), asked.whole("epoch")
 
-    def polling(self, asked: Asked) -> tuple[int, float]:
-        """Number of the first order, and seconds; whoever counts the orders of another life is answered at once."""
-        known = asked.text("known")
-        here = known in ("", self.gateway.boot)
-        return asked.whole("after", "0") if here else 1 << 62, asked.wait() if here else 0.0
-
-    def listed(self, orders: list[dict[str, object]], count: int) -> Reply:
-        """Orders, which start of the gateway gave them, and how many it has given."""
-        return json_reply({"orders": orders, "boot": self.gateway.boot, "given": count})
-
-    async def orders(self, asked: Asked, found: Instance) -> Reply:
+    async def orders(self, asked: Asked) -> Reply:
         """The orders of an instance that are asked for."""
-        new = await found.orders_from(*self.polling(asked))
-        return self.listed([as_json(order) for order in new], found.orders.count)
+        pair, found = self.pair(asked), self.instance(asked)
+        new = await found.orders_from(*_polling(asked, pair))
+        return _listed([as_json(order) for order in new], pair, found.orders.count)
 
 
 def hot_routes(gateway: Gateway) -> list[HotRoute]:
@@ -121,12 +126,12 @@ def _orders(routes: _Routes) -> None:
     @routes.add("GET", "/pairs/{name}/orders", Speaker.TRAINER)
     async def pair_orders(asked: Asked) -> Reply:
         pair = routes.pair(asked)
-        new = await pair.orders_from(*routes.polling(asked))
-        return routes.listed([{"instance": instance, **as_json(order)} for instance, order in new], pair.orders.count)
+        new = await pair.orders_from(*_polling(asked, pair))
+        return _listed([{"instance": instance, **as_json(order)} for instance, order in new], pair, pair.orders.count)
 
     @routes.add("GET", _INSTANCE + "/orders", Speaker.INSTANCE)
     async def orders(asked: Asked) -> Reply:
-        return await routes.orders(asked, routes.pair(asked).instance(asked.path["instance"]))
+        return await routes.orders(asked)
 
     @routes.add("GET", "/pairs/{name}/settings", Speaker.ANYBODY)
     async def settings(asked: Asked) -> Reply:
@@ -139,7 +144,7 @@ def _orders(routes: _Routes) -> None:
 
     @routes.add("POST", _INSTANCE + "/ranks/{rank}/beat", Speaker.INSTANCE)
     async def beat(asked: Asked) -> Reply:
-        found = routes.pair(asked).instance(asked.path["instance"])
+        found = routes.instance(asked)
         await found.beat(asked.whole("rank"), (await asked.json(BeatBody)).identity)
         return json_reply({"running": found.running})
 
@@ -174,7 +179,7 @@ def _update(routes: _Routes) -> None:
         await found.report_digests(epoch, side, rank, version, report, asked.flag("first"))
         if side == "trainer":
             pair.sent.keep(rank, body, report)
-        return await routes.orders(asked, found) if asked.has("after") else json_reply({})
+        return await routes.orders(asked) if asked.has("after") else json_reply({})
 
     @routes.add("POST", _EPOCH + "/ranks/{rank}/moved", Speaker.INSTANCE)
     async def moved(asked: Asked) -> Reply:
@@ -198,18 +203,18 @@ def _connect(routes: _Routes) -> None:
 
     @routes.add("POST", _INSTANCE + "/ranks/{rank}/restarted", Speaker.INSTANCE)
     async def restarted(asked: Asked) -> Reply:
-        await routes.pair(asked).instance(asked.path["instance"]).restarted(asked.whole("rank"))
+        await routes.instance(asked).restarted(asked.whole("rank"), asked.text("identity", MAX_IDENTITY))
         return json_reply({})
 
     @routes.add("POST", _EPOCH + "/ranks/{rank}/report", Speaker.INSTANCE)
     async def report(asked: Asked) -> Reply:
         (found, epoch), rank = routes.at(asked), asked.whole("rank")
-        identity, uncommitted = asked.text("identity"), asked.flag("uncommitted")
         verified = asked.whole("verified") if asked.has("verified") else None
+        holds = Holding(verified, asked.text("of"), asked.flag("uncommitted"))
         body = await asked.message(wire.decode_report)
         routes.pair(asked).follow(asked.whole("followed", "0"), f"{found.name} rank {rank}")
-        committed = await found.register(epoch, rank, body, identity, uncommitted, verified)
-        return json_reply({"registered": rank, "committed": committed})
+        committed = await found.register(epoch, rank, body, asked.text("identity", MAX_IDENTITY), holds)
+        return json_reply({"registered": rank, "committed": committed, "uid": found.uid})
 
     @routes.add("GET", _EPOCH + "/parts/{side}/{rank}", Speaker.SIDE)
     async def part(asked: Asked) -> Reply:
@@ -255,19 +260,31 @@ def _trainer(routes: _Routes) -> None:
         generation, first = await pair.register_trainer(
             rank, found, start, pid=pid, was=was, resumes=resumes, takeover=takeover
         )
-        return json_reply({"generation": generation, "first_order": first, "boot": gateway.boot})
+        return json_reply({"generation": generation, "first_order": first, "boot": pair.boot})
 
     @routes.add("POST", _TRAINER + "/offers", Speaker.TRAINER)
     async def offer(asked: Asked) -> Reply:
-        body = await asked.json(OfferBody)
+        pair, body = routes.pair(asked), await asked.json(OfferBody)
         await gateway.offer(asked.path["name"], asked.whole("rank"), body.version)
-        return json_reply({"boot": gateway.boot})
+        return json_reply({"boot": pair.boot})
 
     @routes.add("GET", "/pairs/{name}/updates/{version}/instances", Speaker.TRAINER)
     async def begun(asked: Asked) -> Reply:
-        gateway.check_boot(asked.text("known"))
-        found = await routes.pair(asked).begun(asked.whole("version"), asked.wait())
+        pair = routes.pair(asked)
+        pair.check_boot(asked.text("known"))
+        found = await pair.begun(asked.whole("version"), asked.wait())
         return NOTHING if found is None else json_reply({"instances": found[0], "first_order": found[1]})
+
+
+def _polling(asked: Asked, pair: Pair) -> tuple[int, float]:
+    """Number of the first order, and seconds; whoever counts the orders of another life is answered at once."""
+    here = asked.text("known") in ("", pair.boot)
+    return asked.whole("after", "0") if here else 1 << 62, asked.wait() if here else 0.0
+
+
+def _listed(orders: list[dict[str, object]], pair: Pair, count: int) -> Reply:
+    """Orders, which life of the pair gave them, and how many it has given."""
+    return json_reply({"orders": orders, "boot": pair.boot, "given": count})
 
 
 def _label(asked: Asked) -> str:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from weightcast.gateway.changes import Journal, Side
 from weightcast.gateway.engines import EngineSpec, make_driver
 from weightcast.gateway.merge import InstanceLayout
-from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance
+from weightcast.gateway.pairs import Event, InstanceRecord, Phase, advance, check_version
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.store import SavedInstance, Store
 from weightcast.gateway.verify import DigestCheck, NonFinite
 from weightcast.transfer import wire
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
+    DisplacedError,
     InputError,
     PairStateError,
     VersionError,
@@ -33,17 +37,48 @@ from weightcast.transfer.layout import RankReport
 from weightcast.transfer.parts import PlanParts
 from weightcast.transfer.wire import DigestReport
 
-__all__ = ["Instance", "absent", "check_rank", "check_report"]
+__all__ = ["Holding", "Instance", "absent", "check_rank", "check_report"]
 
 log = logging.getLogger("weightcast.gateway")
 
 KEPT_ORDERS = 1000
 KEPT_UPDATES = 20
+KEPT_DISPLACED = 100
 RESTARTED = "the gateway was restarted; the next update connects the instance again"
 
 
+class Holding(NamedTuple):
+    """The word of a rank about its memory.
+
+    `verified` is the version whose digests it reported last, if its memory was not written since, `of` the uid of the
+    pair that it had it from. `uncommitted` says that the memory holds an update of which the rank does not know that it
+    was committed.
+    """
+
+    verified: int | None = None
+    of: str = ""
+    uncommitted: bool = False
+
+    def differs(self, uid: str, committed: int | None) -> str:
+        """How it contradicts a record, in words; empty when it does not."""
+        recorded = "no version" if committed is None else f"version {committed}"
+        if self.verified is None:
+            word = "an uncommitted update" if self.uncommitted else "no version"
+            return f"holds {word}, the record says {recorded}" if self.uncommitted or committed is not None else ""
+        if self.of != uid:
+            return f"holds version {self.verified} of another pair, the record says {recorded}"
+        if self.verified != committed:
+            return f"holds version {self.verified}, the record says {recorded}"
+        return ""
+
+
 class Instance(Side):
-    """Run-time state of one instance."""
+    """Run-time state of one instance.
+
+    `identities` has the process of each rank; of `displaced` processes it keeps why, by identity: they are refused
+    until the instance leaves. `latest` is the newest version that a rank says was committed to it. `deadline` is that
+    of the update under way.
+    """
 
     def __init__(
         self,
@@ -54,7 +89,7 @@ class Instance(Side):
         store: Store | None = None,
     ) -> None:
         super().__init__(f"pair {pair.name}", name, pair.settings.silence)
-        self.pair = pair.name
+        self.pair, self.uid = pair.name, pair.uid
         self.settings = pair.settings
         self.trainer_world = pair.trainer_world
         self.spec = spec
@@ -64,8 +99,12 @@ class Instance(Side):
         self.updates: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
         self.layout: InstanceLayout | None = None
         self.identities: dict[int, str] = {}
+        self.displaced: dict[str, str] = {}
+        self.latest: int | None = None
+        self._since: dict[str, str] = {}
         self.paused = self.leaving = False
         self.resend: set[int] | None = None
+        self.deadline: Deadline | None = None
         self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self.clear_epoch()
 
@@ -109,6 +148,11 @@ class Instance(Side):
         return self.record.serves and not self.silent
 
     @property
+    def newest(self) -> int | None:
+        """The greatest version that was committed, by the record or by what ranks say."""
+        return max((v for v in (self.record.version, self.latest) if v is not None), default=None)
+
+    @property
     def running(self) -> int | None:
         """The epoch whose ranks were told to run, and nothing since; None if that is over."""
         last = self.orders.last
@@ -144,7 +188,7 @@ class Instance(Side):
         record = record or self.record
         left = record.phase is Phase.LEFT or self.leaving
         state = (record.version, record.fenced, record.epoch, self.paused, left)
-        return SavedInstance(self.pair, self.name, self.spec, *state, dict(self.identities))
+        return SavedInstance(self.pair, self.name, self.spec, *state, dict(self.identities), dict(self.displaced))
 
     async def save(self) -> None:
         """Writes that down. Raises ControlError when it cannot be."""
@@ -157,12 +201,42 @@ class Instance(Side):
         self.notify()
 
     async def until(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
-        """Like `wait`, but ends at once with the failure of a rank of this instance, or when one has fallen silent."""
-        await self.wait(lambda: self.failure is not None or bool(self.silent) or ready(), seconds, missing)
+        """Like `wait`, but ends at once with the failure of a rank of this instance, or when one has fallen silent, and
+        when the time for the whole update is over.
+        """
+
+        def over() -> bool:
+            return self.failure is not None or bool(self.silent) or ready()
+
+        left = self.left(seconds)
+        if left < seconds:
+            await self.in_update(self.wait(over, left, missing), missing)
+        else:
+            await self.wait(over, seconds, missing)
         if self.failure is not None:
             raise self.failure
         if self.silent and not ready():
             raise DeadlineError(f"pair {self.pair}: {self.silence()}")
+
+    def left(self, seconds: float) -> float:
+        """So many seconds, or what is left for the update under way if that is less."""
+        return seconds if self.deadline is None else min(seconds, self.deadline.left)
+
+    async def in_update(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
+        """Does a step of the update under way. Raises DeadlineError, with what `missing()` says, when time is over."""
+        deadline = self.deadline
+        if deadline is None:
+            await step
+            return
+        try:
+            async with asyncio.timeout(deadline.left):  # not `wait_for`, which can swallow the end of the gateway
+                await step
+        except (TimeoutError, DeadlineError):
+            if not deadline.expired:
+                raise
+            raise DeadlineError(
+                f"pair {self.pair}: {missing()} within the {deadline.seconds:g} s of setting update for a whole update"
+            ) from None
 
     # What ranks say
 
@@ -178,49 +252,98 @@ class Instance(Side):
                 f"instance {self.name} is being updated to {self.record.target}, not to {version}; it is too late"
             )
 
+    def check_newer(self, version: int) -> None:
+        """Raises VersionError with the numbers unless `version` is newer than what is committed and what ranks hold."""
+        check_version(self.record, version)
+        if self.latest is not None and version <= self.latest:
+            raise VersionError(
+                f"ranks of instance {self.name} hold version {self.latest}, the record says {self.record.version}; "
+                f"version {version} is not newer, offer a greater one"
+            )
+
+    def check_process(self, identity: str) -> None:
+        """Raises DisplacedError, which names both processes, for one whose place another one has taken."""
+        if identity in self.displaced:
+            raise DisplacedError(self.displaced[identity])
+
+    def _process(self, identity: str) -> str:
+        """A process in words: its number and host, and when it was first heard of by this gateway."""
+        host, number, _ = parts if len(parts := identity.rsplit("~", 2)) == 3 else ("", "", "")
+        since = self._since.get(identity, "before the gateway started")
+        return f"process {number} on {host} (since {since})" if host else f"process {identity!r} (since {since})"
+
+    def _takes(self, rank: int, identity: str) -> str:
+        """A process is a rank: the last one that says so displaces the one before, for good, and is told here in words.
+
+        Empty where it is the one that was known, or the first.
+        """
+        self._since.setdefault(identity, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+        before = self.identities.setdefault(rank, identity)
+        if before == identity:
+            return ""
+        self.identities[rank] = identity
+        beats = time.monotonic() - self.heard.get(rank, -math.inf) <= 2 * self.settings.heartbeat
+        still = ", which still beats," if beats else ""
+        text = f"{self.name} rank {rank}: {self._process(before)}{still} was displaced by {self._process(identity)}"
+        if before:
+            self.displaced[before] = f"{text}; end one of the two, or give it an instance or a rank of its own"
+            for old in tuple(self.displaced)[:-KEPT_DISPLACED]:
+                del self.displaced[old]
+        log.warning("%s", text, extra={"pair": self.pair, "instance": self.name, "rank": rank})
+        self.store.save_soon(self.saved())
+        return text
+
+    def _distrust(self, reason: str) -> None:
+        self.on(Event.DISTRUST, reason=reason)
+        self.store.save_soon(self.saved())
+
     async def register(
-        self,
-        epoch: int,
-        rank: int,
-        report: RankReport,
-        identity: str = "",
-        uncommitted: bool = False,
-        verified: int | None = None,
+        self, epoch: int, rank: int, report: RankReport, identity: str = "", holds: Holding | None = None
     ) -> bool:
         """The report of a rank. True when what it holds is the committed version.
 
-        `identity` is another one when the rank's memory is; `uncommitted` says that the memory holds an update of which
-        the rank does not know that it was committed, `verified` the version of it if its digests were reported. Unless
-        that version was committed in the meantime, both fence the instance, whatever this gateway knows of it.
+        `identity` is another one when the rank's process is, and so its memory; `holds` is what it says of that memory.
+        Where either is not as the record says, the instance is distrusted, whatever this gateway knows of it.
         """
         self.check_epoch(epoch)
         check_rank(self.name, rank, self.world, self.pair)
         check_report(self.name, rank, self.world, report, self.pair)
-        same = self.identities.get(rank, identity) == identity
-        committed = same and not self.record.fenced and verified is not None and verified == self.record.version
-        if not self.record.fenced and (not same or (uncommitted and not committed)):
-            self.on(Event.DISTRUST, reason=f"rank {rank} holds {'an uncommitted update' if same else 'other memory'}")
-            self.store.save_soon(self.saved())
-        self.identities[rank] = identity
+        self.check_process(identity)
+        holds = holds or Holding()
+        late = rank in self.reports and self.record.phase is not Phase.REGISTERING
+        displaced = self._takes(rank, identity)
+        differs = holds.differs(self.uid, self.record.version)
+        if differs and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:
+            self.latest = max(holds.verified, self.latest or 0)
+            self._distrust(f"rank {rank} {differs}")
+        elif (displaced or differs) and not self.record.fenced:
+            self._distrust(f"{displaced}, with other memory" if displaced else f"rank {rank} {differs}")
+        if displaced and late:
+            self._start_over(rank)
         self.reports[rank] = report
         self._speaks(rank)
         self.notify()
-        return committed
+        return not (displaced or differs or self.record.fenced)
 
-    async def restarted(self, rank: int) -> None:
+    async def restarted(self, rank: int, identity: str = "") -> None:
         """A rank started anew after it had joined: the instance is fenced, and connects anew."""
         check_rank(self.name, rank, self.world, self.pair)
+        self.check_process(identity)
+        self._takes(rank, identity)
+        self._start_over(rank)
+        self._speaks(rank)
+        self.notify()
+
+    def _start_over(self, rank: int) -> None:
+        """The process of a rank is another one than before, in the middle of an epoch."""
         error = ControlError(f"{self.name} rank {rank} started anew; the next update connects the instance again")
         self.suspect = True
-        self._speaks(rank)
         if not self.record.fenced:
-            self.on(Event.DISTRUST, reason=str(error))
-            self.store.save_soon(self.saved())
+            self._distrust(str(error))
         if self.failure is None:
             self.failure = error
         if self.record.phase is Phase.CONNECTED:
             self.on(Event.FAIL, reason=str(self.failure))
-        self.notify()
 
     def _speaks(self, rank: int) -> None:
         """A rank that is missed and asks for something lives, even if its beat has not come yet."""
@@ -230,8 +353,9 @@ class Instance(Side):
     async def beat(self, rank: int, identity: str) -> None:
         """A rank lives. One with another identity than it registered with started anew."""
         check_rank(self.name, rank, self.world, self.pair)
+        self.check_process(identity)
         if rank in self.reports and self.identities[rank] != identity:
-            await self.restarted(rank)
+            await self.restarted(rank, identity)
         if self.hear(rank, time.monotonic()):
             log.info("rank %d is heard again", rank, extra={"pair": self.pair, "instance": self.name, "rank": rank})
             self.notify()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.hosts import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, StalePlanError, WeightcastError
+from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError, WeightcastError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.expert_names import NONE, parse_names
 from weightcast.transfer.handles import Share
@@ -98,25 +99,6 @@ class Member:
 
 
 @dataclass(slots=True)
-class Joining:
-    """A communicator that is being joined; whoever needs it no longer gives it up, from any thread."""
-
-    deadline: Deadline
-    group: Communicator | None = None
-
-    @classmethod
-    def within(cls, seconds: float) -> Joining:
-        """One that is over in `seconds`."""
-        return cls(Deadline.after(seconds))
-
-    def give_up(self) -> None:
-        """Makes it fail."""
-        self.deadline.cut()
-        if self.group is not None:
-            self.group.abort()
-
-
-@dataclass(slots=True)
 class Run:
     """A transfer under way. The gateway may give it up before this rank sees why: a peer that stands still and a link
     that is cut show in no connection.
@@ -182,16 +164,74 @@ def join(
         address=address,
     )
     joining.group = group
+    member = Member(part, None, group)
     try:
         if deadline.expired:
             raise DeadlineError(f"{pair}/{part.instance}/{epoch}: {labels[part.group_rank]} joined too late")
-        neighbours = find_neighbours(group, part, layout, share, deadline)
-        executor = Executor(part, layout, group, neighbours)
+        member.neighbours = find_neighbours(group, part, layout, share, deadline)
+        member.executor = Executor(part, layout, group, member.neighbours)
+        client.joined(*where)
     except WeightcastError:
-        group.close()
+        member.close()
         raise
-    client.joined(*where)
-    return Member(part, executor, group, neighbours)
+    return member
+
+
+class Joining:
+    """A call of `join` in a thread of its own: it waits for others in calls that nothing ends before their deadline,
+    and the gateway may have given them up long before. `failed` is told what it raised, unless nobody waits any longer.
+    """
+
+    def __init__(
+        self, seconds: float, work: Callable[[Joining], Member], failed: Callable[[BaseException], None]
+    ) -> None:
+        self.deadline = Deadline.after(seconds)
+        self.group: Communicator | None = None
+        self._work, self._failed = work, failed
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._abandoned = False
+        self._member: Member | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, name="weightcast-join", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            member = self._work(self)
+        except BaseException as error:
+            with self._lock:
+                abandoned, self._error = self._abandoned, self._error or error
+            if not abandoned:
+                self._failed(error)
+        else:
+            with self._lock:
+                self._member = member
+                if self._abandoned:
+                    member.close()
+        self._over.set()
+
+    def abandon(self) -> None:
+        """Waits no longer, from any thread: joining fails, and what is joined after this is left at once."""
+        with self._lock:
+            if self._abandoned:
+                return
+            self._abandoned = True
+            self._error = self._error or PairStateError("joining was given up; another connect has taken its place")
+            if self._member is not None:
+                self._member.close()
+        self.deadline.cut()
+        if self.group is not None:
+            self.group.abort()
+        self._over.set()
+
+    def result(self) -> Member:
+        """Waits for its end. Raises what it raised."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        if self._member is None:
+            raise PairStateError("joining ended without a member")
+        return self._member
 
 
 def check_unmoved(layout: RankLayout) -> None:

@@ -12,7 +12,7 @@ epoch at registering; `resend` does so from transferring, when a placement chang
 `fenced` is a flag of its own. A new instance is fenced, `transfer` sets it, because from then on bytes of two versions
 may lie side by side, and only `commit` clears it. So an instance that fails while preparing still serves its old
 version, and one that fails later does not. `distrust` sets it too, when a rank turns out to be another
-process than before, or to hold an update that nobody committed. Versions only grow.
+process than before, or to hold something else than the record says. Versions only grow.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class InstanceRecord:
     """State of one instance.
 
     `version` is the last committed one, None before the first commit; `target` the one an update under way is to reach.
-    `epoch` counts how often the instance connected. `reason` says why it failed. `history` is every event so far,
-    oldest first, as (event, phase reached, detail).
+    `epoch` counts how often the instance connected. `reason` says why it failed or is distrusted. `history` is every
+    event so far, oldest first, as (event, phase reached, detail).
     """
 
     name: str
@@ -106,8 +106,8 @@ def check_version(record: InstanceRecord, version: int) -> None:
 
 
 def advance(record: InstanceRecord, event: Event, *, version: int | None = None, reason: str = "") -> InstanceRecord:
-    """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL and
-    RESEND.
+    """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL,
+    DISTRUST and RESEND.
 
     A COMMIT of the version that is committed already changes nothing. Raises PairStateError for an event that is
     illegal in the record's phase, VersionError for a version that does not grow or is not the one being transferred.
@@ -123,8 +123,10 @@ def advance(record: InstanceRecord, event: Event, *, version: int | None = None,
             raise VersionError(f"instance {record.name}: an update needs a version")
         check_version(record, version)
         changes = {"target": version, "reason": ""}
-    elif event in (Event.TRANSFER, Event.DISTRUST):
+    elif event is Event.TRANSFER:
         changes = {"fenced": True}
+    elif event is Event.DISTRUST:
+        changes = {"fenced": True, "reason": reason}
     elif event is Event.COMMIT:
         if version != record.target:
             raise VersionError(f"instance {record.name} is being updated to {record.target}, not to {version}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Coroutine
 from typing import Any
 
@@ -17,7 +16,7 @@ from weightcast.gateway.metrics import Metrics
 from weightcast.gateway.records import PairSpec
 from weightcast.gateway.service import Pair
 from weightcast.gateway.store import Store
-from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.errors import AbsentError, ControlError, InputError
 
 __all__ = ["Gateway"]
 
@@ -30,7 +29,10 @@ LISTEN_SECONDS = 0.5
 
 
 class Gateway:
-    """The pairs of one gateway process. `host` and `port` are where engines reach it."""
+    """The pairs of one gateway process. `host` and `port` are where engines reach it.
+
+    Finds the pairs of an earlier life in `store`. Raises ControlError for a state file that is none.
+    """
 
     def __init__(self, host: str, port: int, store: Store | None = None) -> None:
         self.host = host
@@ -38,17 +40,18 @@ class Gateway:
         self.store = store or Store()
         self.pairs: dict[str, Pair] = {}
         self.metrics = Metrics(self.pairs)
-        # So that ranks see that the orders they have counted were given by another process.
-        self.boot = uuid.uuid4().hex
         self._tasks: set[asyncio.Task[object]] = set()
         self._connecting: dict[str, tuple[int, asyncio.Task[object]]] = {}
+        for spec, instances in self.store.load():
+            try:
+                self.pairs[spec.name] = Pair.restored(spec, instances, self.store, self.metrics.updated)
+            except InputError as error:
+                self.store.close()
+                raise self.store.damaged(error) from error
 
     async def open(self) -> None:
-        """Finds the pairs of an earlier life, and begins to listen for heartbeats. Called once, in the event loop that
-        serves. Raises ControlError for a state file that cannot be read.
-        """
-        for spec, instances in self.store.load():
-            self.pairs[spec.name] = pair = Pair.restored(spec, instances, self.store, self.metrics.updated)
+        """Begins to listen for heartbeats. Called once, in the event loop that serves."""
+        for pair in self.pairs.values():
             self._spawn(_recover(pair))
         self._spawn(self._listen())
 
@@ -61,16 +64,11 @@ class Gateway:
             await _close_drivers(pair)
         self.store.close()
 
-    def check_boot(self, known: str) -> None:
-        """Raises ControlError for who asks about something that was begun in an earlier life of the gateway."""
-        if known not in ("", self.boot):
-            raise ControlError("the gateway was restarted in the meantime; what was under way is over, offer anew")
-
     def pair(self, name: str) -> Pair:
-        """Raises InputError naming the pairs there are."""
+        """Raises AbsentError naming the pairs there are."""
         found = self.pairs.get(name)
         if found is None:
-            raise InputError(f"there is no pair {name!r}; there are {', '.join(self.pairs) or 'none'}")
+            raise AbsentError(f"there is no pair {name!r}; there are {', '.join(self.pairs) or 'none'}")
         return found
 
     async def create(self, spec: PairSpec) -> Pair:
@@ -85,7 +83,7 @@ class Gateway:
         for name, engine in spec.instances.items():
             self._check_free(name, engine)
         pair = Pair(spec, self.store, self.metrics.updated)
-        await self.store.save_pair(spec, [instance.saved() for instance in pair.instances.values()])
+        await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
         return self.pairs.setdefault(spec.name, pair)
 
     async def delete(self, name: str) -> None:

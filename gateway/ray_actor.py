@@ -233,10 +233,10 @@ class RayTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """One request. Raises httpx.TransportError."""
-        base = self._base = self._base or self._found()
+        timeout = dict(request.extensions.get("timeout", {}))
+        base = self._base = self._base or self._found(min(timeout.get("connect") or _START, _START))
         headers = request.headers.copy()
         headers["Host"] = base.netloc.decode("ascii")
-        timeout = dict(request.extensions.get("timeout", {}))
         timeout["connect"] = min(timeout.get("connect") or _CONNECT, _CONNECT)
         there = httpx.Request(
             request.method,
@@ -251,7 +251,7 @@ class RayTransport(httpx.BaseTransport):
             self._base = None
             raise
 
-    def _found(self) -> httpx.URL:
+    def _found(self, seconds: float) -> httpx.URL:
         import ray
 
         _in_cluster(self._name)
@@ -259,7 +259,7 @@ class RayTransport(httpx.BaseTransport):
         if actor is None:
             raise httpx.ConnectError(f"there is no Ray actor {self._name!r} in namespace {NAMESPACE!r}")
         try:
-            return httpx.URL(ray.get(actor.url.remote(), timeout=_START))
+            return httpx.URL(ray.get(actor.url.remote(), timeout=seconds))
         except ray.exceptions.RayError as error:
             raise httpx.ConnectError(" ".join(str(error).split())[:300]) from error
 

@@ -26,6 +26,9 @@ class PairSpec:
     how much of each update is digested. With a `topology` ranks pass on what other ranks of their instance receive
     alike, where its cost model finds that faster; its `between_instances` is not looked at, because instances share no
     communicator.
+
+    `uid` stands for one creation of the pair and outlives gateways: after `delete` and `create` under one name versions
+    that ranks hold are those of another pair.
     """
 
     name: str
@@ -36,6 +39,7 @@ class PairSpec:
     commit: CommitPolicy = "each"
     verify: Verify = Verify.FULL
     topology: Topology | None = None
+    uid: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,10 @@ def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/pairs/{name}/updates/{version}", tags=READ)
     async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "", said: Said = "") -> Response:
         """Anybody may ask; a trainer rank hears of the updates of its own trainer alone."""
-        gateway.check_boot(known)
         pair = gateway.pair(name)
+        pair.check_boot(known)
         if said:
-            pair.incarnations.check(Incarnation.parse(said), gateway.boot)
+            pair.incarnations.check(Incarnation.parse(said), pair.boot)
         try:
             if not await pair.poll(lambda: version in pair.results, wait):
                 return Response(status_code=204)

@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,7 +25,9 @@ from weightcast.gateway.pairs import Event, InstanceRecord, Phase
 from weightcast.gateway.records import Order, PairSpec, UpdateRecord
 from weightcast.gateway.sent import Sent
 from weightcast.gateway.store import SavedInstance, Store
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
+    AbsentError,
     ControlError,
     DeadlineError,
     DisplacedError,
@@ -59,7 +62,8 @@ class Pair(Side):
     """Everything the gateway knows of one pair, with the waits on it.
 
     `busy` is held by a connect or an update: one at a time. `incarnations` are the trainer's processes, `acting` is the
-    generation that the connect or update under way is for.
+    generation that the connect or update under way is for. `boot` stands for this life of the pair, in which its orders
+    are numbered: a gateway that starts again, and a pair that is created again, begin another one.
     """
 
     def __init__(
@@ -79,7 +83,8 @@ class Pair(Side):
         urls = [engine.url for engine in spec.instances.values() if engine.url]
         if len(set(urls)) != len(urls):
             raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")
-        self.spec = spec
+        self.spec = spec = spec if spec.uid else replace(spec, uid=uuid.uuid4().hex)
+        self.boot = uuid.uuid4().hex
         self.store = store or Store()
         self.updated = updated
         self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
@@ -100,10 +105,10 @@ class Pair(Side):
         self._under_way: tuple[int, tuple[str, ...], int] | None = None
 
     def instance(self, name: str) -> Instance:
-        """Raises InputError naming the instances there are."""
+        """Raises AbsentError naming the instances there are."""
         found = self.instances.get(name)
         if found is None:
-            raise InputError(f"pair {self.spec.name} has no instance {name!r}; it has {', '.join(self.instances)}")
+            raise AbsentError(f"pair {self.spec.name} has no instance {name!r}; it has {', '.join(self.instances)}")
         return found
 
     @property
@@ -113,8 +118,16 @@ class Pair(Side):
 
     @property
     def newest(self) -> int | None:
-        """The greatest version that any instance has committed."""
-        return max((i.record.version for i in self.instances.values() if i.record.version is not None), default=None)
+        """The greatest version that any instance has committed, by the record or by what its ranks say."""
+        return max((i.newest for i in self.instances.values() if i.newest is not None), default=None)
+
+    def check_boot(self, known: str) -> None:
+        """Raises ControlError for who asks about something that was begun in an earlier life of the pair."""
+        if known not in ("", self.boot):
+            raise ControlError(
+                f"pair {self.spec.name}: the gateway was restarted or the pair was created again in the meantime; what "
+                "was under way is over, offer anew"
+            )
 
     async def give(self, instance: Instance, order: Order) -> None:
         """Gives an order to the ranks of an instance's communicator, for the trainer of the step under way."""
@@ -239,6 +252,9 @@ class Pair(Side):
             raise VersionError(
                 f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one"
             )
+        before = self.offers.get(rank, version)
+        if before != version:
+            self._given_up(ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {before}"))
         if self.conflict is not None:  # an update that ends for it takes its offers along
             await self.poll(lambda: not self.offers, self.spec.settings.clean_up)
         others = {v for v in self.offers.values() if v != version}
@@ -256,12 +272,23 @@ class Pair(Side):
         self.notify()
         return first
 
-    async def offered(self, version: int) -> None:
-        """Until every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks."""
+    def _given_up(self, error: WeightcastError) -> None:
+        """A trainer rank waits no longer for the update that it offered, as one whose link was cut for a while."""
+        self.conflict = self.conflict or error
+        if self._under_way is not None:
+            for instance in self.present:
+                instance.stop(error)
+        self.notify()
+
+    async def offered(self, version: int, deadline: Deadline) -> None:
+        """Until every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks.
+
+        `deadline` is that of the whole update.
+        """
         world = self.spec.trainer_world
         await self.wait(
             lambda: self.conflict is not None or bool(self.silent) or len(self.offers) == world,
-            self.spec.settings.offer,
+            min(self.spec.settings.offer, deadline.left),
             lambda: f"trainer ranks {absent(self.offers, world)} did not offer version {version}",
         )
         if self.conflict is not None:
@@ -326,6 +353,7 @@ class Pair(Side):
         joining = Instance(self.spec, name, spec, known.record if known else None, self.store)
         if known is not None:
             joining.orders = known.orders  # ranks may have counted them
+            known.end()  # and wait for the next one there
             joining.on(Event.REJOIN)
             joining.on(Event.DISTRUST, reason="it had left")
         await joining.save()
@@ -366,16 +394,19 @@ class Pair(Side):
         """A pair of an earlier life of the gateway; its instances connect anew, but for those that have left."""
         pair = cls(spec, store, updated, store.load_processes(spec.name))
         for one in saved:
+            check_name(one.name)
             phase = Phase.LEFT if one.left else Phase.FAILED
             record = InstanceRecord(one.name, phase, one.epoch, one.version, fenced=one.fenced, reason=RESTARTED)
-            instance = pair.instances[one.name] = Instance(spec, one.name, one.spec, record, store)
-            instance.identities, instance.paused = dict(one.identities), one.paused
+            instance = pair.instances[one.name] = Instance(pair.spec, one.name, one.spec, record, store)
+            instance.identities, instance.displaced = dict(one.identities), dict(one.displaced)
+            instance.paused = one.paused
         return pair
 
     def status(self) -> dict[str, Any]:
         """The pair for people, as JSON."""
         return {
             "pair": self.spec.name,
+            "uid": self.spec.uid,
             "trainer": {
                 "world_size": self.spec.trainer_world,
                 "registered": sorted(self.trainer_reports),

@@ -23,9 +23,12 @@ class Settings:
     to the last one's, `register` for reports, `join` for communicators, `prepare` for ranks to check their layouts,
     `transfer`, `verify` for digests, those before the transfer and those after it, `engine` for one call to an engine,
     `clean_up` for each call after a failure.
+    `update` is for all of that together: from the first offer until the update is decided, whatever was tried again;
+    only the calls after a failure come on top. Who was missing when it is over is named.
 
     Ranks beat every `heartbeat`; one that was not heard from for `silence` is missing: its instance no longer serves,
-    and nobody waits for it any longer. Ranks try to reach a gateway that was there before for `outage`.
+    and nobody waits for it any longer. Ranks try to reach a gateway that was there before for `outage`, whether it
+    refuses connections or does not answer: then their calls raise.
 
     `replans` is how often an update starts anew because a layout changed before a byte was written, `resends` how often
     layers are sent again because their placement changed while they were sent, `retries` how often all is sent again
@@ -40,6 +43,7 @@ class Settings:
     verify: float = 300.0
     engine: float = 600.0
     clean_up: float = 30.0
+    update: float = 900.0
     heartbeat: float = 5.0
     silence: float = 30.0
     outage: float = 30.0
@@ -80,6 +84,5 @@ class Settings:
 
     @property
     def longest(self) -> float:
-        """Seconds within which the gateway has decided an update, whatever happens: all of its own deadlines."""
-        attempt = self.register + self.join + self.prepare + self.transfer + 2 * self.verify + 6 * self.engine
-        return self.offer + (1 + self.replans + self.resends + self.retries) * attempt + 4 * self.clean_up
+        """Seconds within which the gateway has decided a connect or an update, whatever happens."""
+        return max(self.update, self.register + self.join + self.engine) + 5 * self.clean_up

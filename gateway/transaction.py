@@ -23,10 +23,11 @@ from weightcast.gateway.agreement import Agreement
 from weightcast.gateway.coordinator import connect_instances, merge_trainer_reports, watched
 from weightcast.gateway.instance import Instance, absent
 from weightcast.gateway.merge import InstanceLayout
-from weightcast.gateway.pairs import Event, Phase, advance, check_version
+from weightcast.gateway.pairs import Event, Phase, advance
 from weightcast.gateway.records import Order, UpdateRecord
 from weightcast.gateway.service import Pair, as_weightcast_error
 from weightcast.gateway.verify import DigestCounts, NonFinite
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -58,22 +59,44 @@ class _MovedError(UpdateError):
 
 async def update(pair: Pair, version: int, host: str, port: int) -> None:
     """Brings every instance to `version` once all trainer ranks have offered it; the records tell how it ended."""
-    async with pair.busy:
-        pair.acting = pair.generation
-        instances = pair.present
-        try:
-            await pair.offered(version)
-            await merge_trainer_reports(pair)
-        except WeightcastError as error:
-            records = [await _refuse(pair, instance, version, error) for instance in instances]
-        else:
-            instances = await pair.begin(version)
-            together = Agreement(instances if pair.spec.commit == "all" else ())
-            steps = (_Update(pair, instance, version, host, port, together).run() for instance in instances)
-            records = await asyncio.gather(*steps)
-        pair.decide(version, {i.name: record for i, record in zip(instances, records, strict=True)})
-        pair.let_go()
+    deadline = Deadline.after(pair.spec.settings.update)
+    try:
+        async with asyncio.timeout(deadline.left):
+            await pair.busy.acquire()
+    except TimeoutError:
+        reason = f"pair {pair.spec.name}: it was still being connected {deadline.seconds:g} s after the first offer"
+        decided = {
+            i.name: UpdateRecord(version, False, i.record.fenced, reason, deadline.seconds) for i in pair.present
+        }
+        pair.decide(version, decided)
+        pair.notify()
+        return
+    try:
+        await _update(pair, version, host, port, deadline)
+    finally:
+        pair.busy.release()
     pair.notify()
+
+
+async def _update(pair: Pair, version: int, host: str, port: int, deadline: Deadline) -> None:
+    pair.acting = pair.generation
+    instances = pair.present
+    try:
+        await pair.offered(version, deadline)
+        await merge_trainer_reports(pair, deadline)
+    except WeightcastError as error:
+        records = [await _refuse(pair, instance, version, error) for instance in instances]
+    else:
+        instances = await pair.begin(version)
+        for instance in instances:
+            instance.deadline = deadline
+        together = Agreement(instances if pair.spec.commit == "all" else ())
+        steps = (_Update(pair, instance, version, host, port, together).run() for instance in instances)
+        records = await asyncio.gather(*steps)
+        for instance in instances:
+            instance.deadline = None
+    pair.decide(version, {i.name: record for i, record in zip(instances, records, strict=True)})
+    pair.let_go()
 
 
 async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
@@ -101,7 +124,7 @@ class _Update:
         verified: DigestCounts | None = None
         reason = ""
         try:
-            check_version(instance.record, version)
+            instance.check_newer(version)
             verified = await self._until_committed()
         except Exception as error:  # whatever it is, the ranks have to be told and the pair has to take offers again
             failure = await self._heard(as_weightcast_error(error))
@@ -137,6 +160,7 @@ class _Update:
             self._attempts += 1
             try:
                 await self._reconnect_if_needed()
+                instance.check_newer(self._version)  # ranks that registered just now may hold a newer one
                 return await self._attempt()
             except StalePlanError as stale:
                 if instance.record.phase is not Phase.PREPARING:
@@ -198,14 +222,14 @@ class _Update:
         instance.on(Event.PREPARE, version=version)
         instance.paused = True  # also if the call fails: a pause that timed out may have been heard
         await instance.save()
-        await instance.driver.pause()
-        await instance.driver.begin()
+        await self._asked("pause", instance.driver.pause())
+        await self._asked("begin the update", instance.driver.begin())
         await pair.give(instance, Order("prepare", instance.record.epoch, version))
         call = watched(instance, instance.driver.transfer(instance.group))
         try:
             await self._prepare(call)
             await self._first_pass()
-            await self._together.reach(instance, "ready", pair.spec.settings.longest)
+            await self._together.reach(instance, "ready", instance.left(pair.spec.settings.longest))
             fenced = advance(instance.record, Event.TRANSFER)
             await instance.store.save(instance.saved(fenced))  # before the first byte, not after it
             instance.adopt(fenced, Event.TRANSFER)
@@ -218,13 +242,18 @@ class _Update:
             raise
         finally:
             await self._over(call)
-        await instance.driver.end()
+        await self._asked("end the update", instance.driver.end())
         verified = await self._verify()
-        await self._together.reach(instance, "verified", pair.spec.settings.longest)
-        await instance.driver.publish(version)
-        await self._together.reach(instance, "published", pair.spec.settings.longest)
+        await self._together.reach(instance, "verified", instance.left(pair.spec.settings.longest))
+        await self._asked("publish the version", instance.driver.publish(version))
+        await self._together.reach(instance, "published", instance.left(pair.spec.settings.longest))
         await self._commit()
         return verified
+
+    async def _asked(self, what: str, step: Awaitable[None]) -> None:
+        """A step of the engine, within the time for the whole update."""
+        instance = self._instance
+        await instance.in_update(step, lambda: f"the engine of instance {instance.name} did not {what}")
 
     async def _prepare(self, call: asyncio.Task[None]) -> None:
         instance, world = self._instance, self._instance.world
@@ -323,7 +352,8 @@ class _Update:
         of one that is not heard from.
         """
         settings = self._pair.spec.settings
-        await self._instance.poll(lambda: call.done() or bool(self._instance.silent), settings.engine)
+        seconds = max(self._instance.left(settings.engine), settings.clean_up)
+        await self._instance.poll(lambda: call.done() or bool(self._instance.silent), seconds)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), settings.clean_up)
 
@@ -357,9 +387,12 @@ class _Update:
     async def _resume(self) -> str:
         """Lets the engine go on with the committed version; what kept it from that, in one line, or nothing."""
         instance = self._instance
+        seconds = max(instance.left(instance.settings.engine), instance.settings.clean_up)
         try:
-            await instance.driver.resume()
-        except WeightcastError as error:
+            async with asyncio.timeout(seconds):
+                await instance.driver.resume()
+        except (WeightcastError, TimeoutError) as failure:
+            error = str(failure) or f"it did not answer within {seconds:g} s"
             log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)
             return f"the version is committed, but the engine did not go on: {error}"
         instance.paused = False

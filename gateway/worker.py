@@ -24,7 +24,13 @@ from weightcast.gateway.membership import Joining, Member, Run, Waits, join, rep
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.endpoints import Source
-from weightcast.transfer.errors import PairStateError, StalePlanError, UpdateError, WeightcastError
+from weightcast.transfer.errors import (
+    PairStateError,
+    StalePlanError,
+    TransferError,
+    UpdateError,
+    WeightcastError,
+)
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.handles import Share
 from weightcast.transfer.layout import RankLayout
@@ -77,16 +83,18 @@ class TrainerWorker:
         takeover: bool = False,
     ) -> None:
         self._url, self._token = url, token
-        self._client = GatewayClient(url, token)
+        self._waits = Waits.of(Settings(), deadline)
+        self._client = GatewayClient(url, token, timeout=self._waits.outage)
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
         self._source, self._share = source, share
         self._rank, self._world = rank, world_size
         self._backend, self._address, self._deadline = backend, address, deadline
-        self._waits = Waits.of(Settings(), deadline)
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
+        self._joining: dict[str, Joining] = {}
         self._running: dict[str, Run] = {}
+        self._given_up = False
         self._digests = SharedDigests()
         self._takeover = takeover
         # One process to the gateway, whose connects are numbered.
@@ -96,8 +104,10 @@ class TrainerWorker:
         """Describes and registers this rank, and joins the communicator of every instance.
 
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
-        on; DisplacedError when another process has replaced this one.
+        on; DisplacedError when another process has replaced this one, TransferError when the gateway did not answer for
+        the setting `outage`.
         """
+        self._begin()
         self._layout = self._describe()
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._connects += 1
@@ -110,6 +120,7 @@ class TrainerWorker:
             names,
             self._follow_connect,
             lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
+            lost=self._give_up,
         )
 
     def _describe(self) -> RankLayout:
@@ -131,14 +142,15 @@ class TrainerWorker:
         return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
     def update(self, version: int) -> UpdateResult:
-        """Brings every instance to `version`. Returns when all are decided. Until then the weights must stand still:
-        where they do not, it is found out, and nothing is served.
+        """Brings every instance to `version`. Returns when all are decided, after the setting `update` at the latest.
+        Until then the weights must stand still: where they do not, it is found out, and nothing is served.
 
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
         layout is no longer the one it registered, DisplacedError when another process has replaced this one,
-        PairStateError when another rank started anew and all have to connect again, and UpdateError naming each
-        instance that did not commit and why.
+        PairStateError when another rank started anew and all have to connect again, UpdateError naming each instance
+        that did not commit and why, and TransferError when the gateway did not answer for the setting `outage`.
         """
+        self._begin()
         layout = self._describe()
         if self._layout is None:
             raise PairStateError(f"trainer rank {self._rank}: update before connect")
@@ -150,7 +162,7 @@ class TrainerWorker:
             self._rebind(layout)
         boot = self._client.offer(self._pair, self._rank, version)
         if boot is None:
-            self._register(layout, resumes=True)  # the gateway was restarted
+            self._register(layout, resumes=True)  # the gateway was restarted, or the pair created again
             boot = self._client.offer(self._pair, self._rank, version) or ""
         deadline = time.monotonic() + self._waits.gateway
         # While the others offer, the engines pause and their ranks get ready.
@@ -165,13 +177,26 @@ class TrainerWorker:
             lambda name, take: self._follow_update(name, version, take, reports),
             lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
             self._call_off,
-            self._call_all_off,
+            self._give_up,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
         failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failed:
             raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
         return UpdateResult(version, instances, reports)
+
+    def _begin(self) -> None:
+        self._client.begin()
+        self._given_up = False
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends all that is under way: the gateway gives this rank no more orders, as when it is gone."""
+        log.warning("what is under way is given up: %s", error, extra={"pair": self._pair, "rank": self._rank})
+        self._given_up = True
+        for name in tuple(self._joining):
+            self._leave_join(name)
+        for run in tuple(self._running.values()):
+            run.call_off()
 
     def close(self) -> None:
         """Leaves all communicators."""
@@ -197,10 +222,15 @@ class TrainerWorker:
                 continue
             if order["action"] == "join":
                 self._join(name, order["epoch"])
-            elif order["action"] in ("connected", "left"):
+            elif order["action"] == "connected":
+                self._finish_join(name)
                 return
-            elif order["action"] == "failed":
-                self._raise_failure(name, order)
+            else:
+                self._leave_join(name)
+                if order["action"] == "failed":
+                    self._raise_failure(name, order)
+                if order["action"] == "left":
+                    return
 
     def _raise_failure(self, name: str, order: dict[str, Any]) -> None:
         """The gateway keeps the failure as an error of its own class; asking for the part raises it."""
@@ -214,23 +244,32 @@ class TrainerWorker:
         if layout is None:
             raise PairStateError(f"trainer rank {self._rank}: join before connect")
         try:
-            part = self._client.part(
-                self._pair, name, epoch, "trainer", self._rank, time.monotonic() + self._waits.gateway
-            )
+            deadline = time.monotonic() + self._waits.gateway
+            part = self._client.part(self._pair, name, epoch, "trainer", self._rank, deadline)
             self._digests.prepare(part, layout)
-            self._members[name] = join(
-                self._client,
-                self._pair,
-                epoch,
-                part,
-                layout,
-                self._backend,
-                self._address,
-                Joining.within(self._waits.join),
-                self._share,
-            )
         except WeightcastError as error:
             self._tell(name, epoch, error)
+            return
+        where, waits = (self._client, self._pair, epoch, part, layout), self._waits
+        self._joining[name] = Joining(
+            waits.join,
+            lambda joining: join(*where, self._backend, self._address, joining, self._share),
+            lambda error: self._tell(name, epoch, error),
+        )
+        if self._given_up:
+            self._leave_join(name)
+
+    def _finish_join(self, name: str) -> None:
+        joining = self._joining.pop(name, None)
+        if joining is not None:
+            with suppress(WeightcastError):  # it was told when it was raised
+                self._members[name] = joining.result()
+
+    def _leave_join(self, name: str) -> None:
+        """Waits no longer for who does not join: the gateway has given them up."""
+        joining = self._joining.pop(name, None)
+        if joining is not None:
+            joining.abandon()
 
     def _follow_update(
         self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
@@ -241,12 +280,16 @@ class TrainerWorker:
             if order["action"] == "join":
                 self._join(name, order["epoch"])
                 joined = True
+            elif order["action"] == "connected":
+                self._finish_join(name)
             elif order["action"] == "prepare" and order["version"] == version:
                 self._report_first_pass(name, order["epoch"], version)
             elif order["action"] == "run" and order["version"] == version:
                 self._run(name, order, reports, since=time.monotonic() if joined else 0.0)
-            elif order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
-                return
+            elif order["action"] in ("register", "failed", "end", "left"):
+                self._leave_join(name)
+                if order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
+                    return
 
     def _labels(self, version: int) -> dict[str, object]:
         return {"pair": self._pair, "version": version}
@@ -279,6 +322,8 @@ class TrainerWorker:
             labels = self._labels(version)
             if executor is not None and member.group is not None:
                 run = self._running[name] = Run(epoch, member.group)
+                if self._given_up:
+                    run.call_off()
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
                 # What is over cannot be called off: the update may end before this rank hears that it has reported.
                 del self._running[name]
@@ -303,18 +348,14 @@ class TrainerWorker:
             log.warning("the run is called off: %s", order["reason"], extra=where)
             run.call_off()
 
-    def _call_all_off(self, error: BaseException) -> None:
-        """Ends all runs: the gateway gives this rank no more orders, as when another process has replaced it."""
-        for name, run in tuple(self._running.items()):
-            where = {"pair": self._pair, "instance": name, "rank": self._rank}
-            log.warning("the run is called off: %s", error, extra=where)
-            run.call_off()
-
-    def _tell(self, name: str, epoch: int, error: Exception) -> None:
+    def _tell(self, name: str, epoch: int, error: BaseException) -> None:
         where = {"pair": self._pair, "instance": name, "rank": self._rank}
         log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
-        # A failure that arrives in an epoch that is over concerns nobody any more.
-        with suppress(PairStateError):
+        if self._client.lost:
+            return
+        # A failure that arrives in an epoch that is over concerns nobody any more; what ends without a gateway is told
+        # by whoever waits for its orders.
+        with suppress(PairStateError, TransferError):
             self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
 
 

@@ -16,7 +16,7 @@ from plan_support import tables_of
 
 from weightcast.gateway import coordinator, transaction
 from weightcast.gateway.engines import EngineSpec
-from weightcast.gateway.instance import Instance
+from weightcast.gateway.instance import Holding, Instance
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.records import CommitPolicy, Order, PairSpec, UpdateRecord
 from weightcast.gateway.service import Pair
@@ -90,6 +90,7 @@ class Engine:
         self.parts: list[RankPart] = []
         self.epoch = 0
         self.received: int | None = None
+        self.holds = Holding()
         pair.instance(name).driver = self
 
     @property
@@ -118,7 +119,7 @@ class Engine:
             raise EngineError(f"instance {self.name}: {type(error).__name__}: {error}") from error
 
     async def _join(self, report: RankReport) -> RankPart:
-        await self.instance.register(self.epoch, report.rank, report)
+        await self.instance.register(self.epoch, report.rank, report, holds=self.holds)
         part = wire.decode_part(await self.instance.part(self.epoch, "instance", report.rank, WAIT) or b"")
         await self.instance.join(self.epoch, f"{self.name} rank {report.rank}")
         return part
@@ -145,6 +146,7 @@ class Engine:
             if order.action != "run":
                 raise EngineError(f"instance {self.name}: called off: {order.reason}")
             self.received = order.version
+            self.holds = Holding(uncommitted=True)
             self.layers.append(order.layers)
             if self.dies >= 0:
                 error = self.dying("memory is gone")
@@ -163,6 +165,7 @@ class Engine:
         received, self.received = self.received, None
         if received is None:
             return
+        self.holds = Holding(received, self.instance.uid, uncommitted=True)
         moved, self.moves = self.moves, max(self.moves - 1, 0)
         for part in self.parts:
             if moved and part.rank == 0:
@@ -173,6 +176,7 @@ class Engine:
 
     async def publish(self, version: int) -> None:
         await self._step("publish")
+        self.holds = self.holds._replace(uncommitted=False)
 
     async def resume(self) -> None:
         await self._step("resume")
@@ -218,7 +222,8 @@ class Trainer:
             order = orders[0]
             self.cursor[name] += 1
             if order.action == "join":
-                await self._join(name, order.epoch)
+                with suppress(WeightcastError):  # whoever cannot join is told so by an order
+                    await self._join(name, order.epoch)
             elif order.action == "prepare" and not self.mute:
                 await asyncio.sleep(0.01)
                 assert order.version is not None

@@ -2,6 +2,7 @@
 
 python netns_ranks.py trainer URL ADDRESS RANK      sends each version that it reads, and says what came of it
 python netns_ranks.py engine URL ADDRESS INSTANCE   says each version that it serves, and whether its memory is right
+python netns_ranks.py waits URL ADDRESS INSTANCE    the same, and how long a call of `serve` took that raised
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 
 import torch
 from plain_support import Piece, PlainSink
@@ -47,15 +49,18 @@ def trainer(url: str, address: str, rank: int) -> None:
     worker.close()
 
 
-def engine(url: str, address: str, instance: str) -> None:
+def engine(url: str, address: str, instance: str, tells: bool = False) -> None:
     held = torch.full(SHAPE, float("nan"))
     sink = PlainSink([Piece("w", SHAPE, (0, 0), held)])
     worker = InstanceWorker(url, PAIR, instance, sink, rank=0, world_size=1, address=address)
     while True:
+        begun = time.monotonic()
         try:
-            version = worker.serve(wait=1.0)
+            version = worker.serve(wait=0.05 if tells else 1.0)
         except WeightcastError as error:  # the gateway cannot be reached: generating goes on, unless it is fenced
             logging.warning("%s: %s", instance, error)
+            if tells:
+                say([type(error).__name__, time.monotonic() - begun])
             continue
         if version is not None:
             say([version, bool(torch.equal(held, weights(version))), worker.fenced])
@@ -68,4 +73,4 @@ if __name__ == "__main__":
     if role == "trainer":
         trainer(gateway, here, int(which))
     else:
-        engine(gateway, here, which)
+        engine(gateway, here, which, tells=role == "waits")

@@ -38,6 +38,10 @@ class Switch:
         assert process.stdout.readline() == "armed\n"
         return process
 
+    def cut(self, host: int) -> None:
+        """From now on every packet to and from a host is lost."""
+        self._ip("-n", f"{self._name}-hub", "link", "set", f"p{host}", "down")
+
     def mend(self, host: int) -> None:
         self._ip("-n", f"{self._name}-hub", "link", "set", f"p{host}", "up")
 

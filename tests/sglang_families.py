@@ -18,6 +18,8 @@ import sglang_models
 import torch
 from safetensors.torch import save_file
 
+from weightcast.adapters import sglang as sglang_sink
+
 Config = dict[str, Any]
 
 TEXT: Config = {
@@ -236,6 +238,12 @@ def in_blocks(model: torch.nn.Module) -> None:
             module.quant_method.use_flashinfer_trtllm_moe = True  # type: ignore[union-attr]
 
 
+def in_blocks_unnoticed(model: torch.nn.Module) -> None:
+    """The same where nobody looks for it before the loader is traced, which gives such experts another shape."""
+    in_blocks(model)
+    sglang_sink._rearranged = lambda *_: ""
+
+
 def interleaved(model: torch.nn.Module) -> None:
     """Gate and up rows of experts interleaved for a fused kernel, as SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED asks for."""
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
@@ -347,8 +355,11 @@ FAMILIES: dict[str, Family] = {
     "minicpm3": Family("minicpm3", TEXT | MLA, refused=r"KeyError: '.*kv_b_proj.weight'"),
     "minicpm3-not-loaded": Family("minicpm3", TEXT | MLA, loaded=False, refused=r"deletes module '.*attn.kv_b_proj'"),
     "eagle3": Family(write=eagle3, refused=r"tensor 'hot_token_id' is loaded or computed from checkpoint tensor 'd2t'"),
-    "experts-in-blocks": Family(
-        write=of_ours("qwen3-moe"), alter=in_blocks, refused=r"gives parameter '.*experts.w13_weight' other memory"
+    "experts-in-blocks": Family(write=of_ours("qwen3-moe"), alter=in_blocks, refused=r"keep its experts in blocks"),
+    "experts-in-blocks-unnoticed": Family(
+        write=of_ours("qwen3-moe"),
+        alter=in_blocks_unnoticed,
+        refused=r"gives parameter '.*experts.w13_weight' other memory",
     ),
     "experts-interleaved": Family(
         write=of_ours("qwen3-moe"),

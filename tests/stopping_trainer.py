@@ -1,7 +1,7 @@
 """usage: stopping_trainer.py URL CHECKPOINT
 
-A trainer rank, token in WEIGHTCAST_TOKEN, that stops itself right after it has registered. When it is continued it
-joins, once more from the beginning if that is too late, updates the pair "main" to version 1, and ends.
+A trainer rank, token in WEIGHTCAST_TOKEN, that stops itself right after it has registered and begun to connect, the
+first STOPS times. When it is continued it connects anew, updates the pair "main" to version 1, and ends.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.worker import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
 
+STOPS = 3
+
 
 def main(url: str, folder: str) -> None:
-    register = GatewayClient.register_trainer
+    start_connect = GatewayClient.start_connect
     stopped = []
 
     def and_stop(client: GatewayClient, *args: Any, **named: Any) -> Any:
-        registered = register(client, *args, **named)
-        if not stopped:
+        answer = start_connect(client, *args, **named)  # type: ignore[func-returns-value]
+        if len(stopped) < STOPS:
             stopped.append(True)
             os.kill(os.getpid(), signal.SIGSTOP)
-        return registered
+        return answer
 
-    GatewayClient.register_trainer = and_stop  # type: ignore[method-assign]
+    GatewayClient.start_connect = and_stop  # type: ignore[method-assign]
     worker = TrainerWorker(url, "main", CheckpointSource(folder), rank=0, world_size=1)
-    for attempt in range(5):
+    for attempt in range(STOPS + 3):
         try:
             worker.connect()
             worker.update(1)

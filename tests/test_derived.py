@@ -265,7 +265,7 @@ def test_what_was_bound_by_the_loader_and_is_written_in_place_at_the_end() -> No
         value = m.a * 2
         m.absent = value if m.absent is None else m.absent.copy_(value)
 
-    refresh = updated(lambda m, g: bind_once(m), bind_once, fresh=True)
+    _, refresh = describe(Model(lambda m, g: bind_once(m)), bind_once)
     assert (refresh.rewritten, refresh.recomputed) == (("absent",), ())
 
 

@@ -29,6 +29,7 @@ from weightcast.gateway.service import Pair
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.tokens import Tokens
 from weightcast.transfer import wire
+from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import ControlError, DisplacedError, InputError, PairStateError
 
 BOOT = "boot"
@@ -432,7 +433,7 @@ def make_asking() -> Asking:
 def register(asking: Asking, rank: int, start: str, **how: Any) -> Incarnation:
     report = reports_of([[ALL], [ALL]])[rank]
     generation, _ = asyncio.run(asking.pair.register_trainer(rank, report, start, pid=rank + 1, **how))
-    return Incarnation(rank, generation, asking.gateway.boot, start)
+    return Incarnation(rank, generation, asking.gateway.pairs["main"].boot, start)
 
 
 def hot_routes() -> list[HotRoute]:
@@ -581,7 +582,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
         app = make_app(gateway, Tokens(TOKEN))
         report = reports_of([[ALL]])[0]
         await pair.register_trainer(0, report, "a.1")
-        zombie = Incarnation(0, pair.generation, gateway.boot, "a.1")
+        zombie = Incarnation(0, pair.generation, pair.boot, "a.1")
         offer = Request(app, "POST", "/pairs/main/trainer/0/offers", zombie)
         orders = Request(app, "GET", "/pairs/main/orders", zombie, "after=0&wait=20")
         await asyncio.sleep(0.05)
@@ -592,7 +593,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
             status, answer = await request.answer()
             assert (status, answer["error"]) == (409, "DisplacedError")
         assert (pair.offers, pair.asking) == ({}, {})
-        new = Request(app, "POST", "/pairs/main/trainer/0/offers", Incarnation(0, pair.generation, gateway.boot, "b.1"))
+        new = Request(app, "POST", "/pairs/main/trainer/0/offers", Incarnation(0, pair.generation, pair.boot, "b.1"))
         new.send(b'{"version": 7}')
         assert (await new.answer())[0] == 200
         assert pair.offers == {0: 7}
@@ -610,6 +611,6 @@ def test_an_offer_of_a_trainer_that_is_replaced_before_its_update_begins_counts_
         await pair.offer(0, 7)
         await pair.register_trainer(0, reports[0], "b0.1")
         with pytest.raises(ControlError, match="trainer rank 0 started anew"):
-            await pair.offered(7)
+            await pair.offered(7, Deadline.after(60.0))
 
     asyncio.run(run())

@@ -20,6 +20,7 @@ from weightcast.adapters.plain import PlainSource
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.worker import TrainerWorker
+from weightcast.transfer import digest as digest_module
 from weightcast.transfer import digest_scan
 from weightcast.transfer.digesting import Digester
 from weightcast.transfer.dtypes import NAMES, cast_allowed, dtype_code, from_torch, to_torch
@@ -109,6 +110,23 @@ def test_what_a_cast_makes_infinite_is_told_from_what_was_so(way: str, held: tor
     assert wanted[:2] == (1, 2)
     assert wanted[2] in ((0,) if held == dtype else (9, 10))
     assert counted(view, dtype=dtype) == {0: wanted}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *NARROW[:2]], ids=str)
+def test_a_single_one_that_is_too_large_is_found_by_itself(way: str, dtype: torch.dtype) -> None:
+    view = torch.full((4, 40), 0.5)
+    view[2, 39] = torch.finfo(torch.float32).max
+    assert counted(view, torch.zeros(9), dtype=dtype) == {0: (0, 0, 1)}
+
+
+def test_torch_looks_at_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_scan, "_loops", lambda: None)
+    monkeypatch.setattr(digest_module, "_STEP", 128)
+    monkeypatch.setattr(digest_module, "_BLOCK", {"cpu": 1 << 10})
+    for row in range(100):
+        view = torch.zeros(100, 64)
+        view[row, 63] = float("inf")
+        assert counted(view) == {0: (0, 1, 0)}
 
 
 def test_float32_overflows_in_bfloat16_from_halfway_on(way: str) -> None:

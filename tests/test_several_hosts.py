@@ -133,3 +133,47 @@ def test_a_link_cut_in_mid_update_fences_one_instance_and_the_next_update_repair
     on.wait_heard("rollout-0")
     assert update(trainers, 3) == [["rollout-0", "rollout-1"]] * 2
     assert [heard(engine) for engine in engines] == [[3, True, False]] * 2
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_hosts_that_are_cut_off_between_updates_wait_no_longer_than_the_outage(hosts: tuple[Switch, Hosts]):
+    """All packets are lost and no connection breaks: once the trainer's host, once the engine's."""
+    net, on = hosts
+    gateway = on.start(0, "gateway", "-m", "weightcast", "gateway", "--host", net.address(0), "--port", str(PORT))
+    assert gateway.stdout is not None
+    assert gateway.stdout.readline()
+    instances = {"rollout-0": {"kind": "worker", "world_size": 1}}
+    on.ask("PUT", "/pairs/main", json.dumps({"trainer_world": 2, "instances": instances, "settings": PATIENCE}))
+    engine = on.rank(1, "waits", "rollout-0")
+    trainers = [on.rank(2, "trainer", rank) for rank in range(2)]
+    assert [heard(process) for process in trainers] == ["connected"] * 2
+    assert update(trainers, 1) == [["rollout-0"]] * 2
+    assert heard(engine) == [1, True, False]
+
+    net.cut(2)
+    before = time.monotonic()
+    for text in map(str, update(trainers, 2)):
+        assert text.startswith("TransferError: gateway "), text
+    assert time.monotonic() - before < PATIENCE["outage"] + 10
+    net.mend(2)
+
+    net.cut(1)
+    said = heard(engine)
+    assert isinstance(said, list)
+    assert said[0] == "TransferError"
+    assert said[1] < PATIENCE["outage"] + 10
+    again = heard(engine)
+    assert isinstance(again, list)
+    assert again[1] < PATIENCE["outage"], "while the link stays cut an engine is not kept from generating"
+    net.mend(1)
+
+    on.wait_heard("rollout-0")
+    found = on.ask("GET", "/pairs/main")
+    while found["trainer"]["silent"]:  # type: ignore[index]
+        time.sleep(0.5)
+        found = on.ask("GET", "/pairs/main")
+    assert update(trainers, 3) == [["rollout-0"]] * 2
+    while (told := heard(engine)) != [3, True, False]:
+        assert isinstance(told, list)
+        assert told[0] == "TransferError", told

@@ -88,7 +88,7 @@ def still_serves(server: ServerProcess) -> bool:
 @pytest.mark.parametrize(
     ("group", "world_size", "said"),
     [
-        ("weightcast/nope/rollout-0/1/abort/CALL", 1, "InputError: there is no pair 'nope'"),
+        ("weightcast/nope/rollout-0/1/abort/CALL", 1, "AbsentError: there is no pair 'nope'"),
         ("weightcast/nope/rollout-0/1", 1, "is not weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL"),
         ("weightcast/nope/rollout-0/1/stop/CALL", 1, "is not weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL"),
         ("weightcast/main/rollout-0/1/abort/CALL", 2, "instance rollout-0 has 1 ranks, the pair says 2"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
 import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -190,10 +192,183 @@ def test_a_damaged_file_is_no_state(tmp_path: Path, damage: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", "{}", '{"process": [0], "by": null}', '{"process": null, "by": null}'])
+def _instance(**changes: object) -> Callable[[sqlite3.Connection], object]:
+    """Changes fields of the state of an instance."""
+    return _changed("instances", "state", changes)
+
+
+def _pair(**changes: object) -> Callable[[sqlite3.Connection], object]:
+    return _changed("pairs", "spec", changes)
+
+
+def _changed(table: str, column: str, changes: dict[str, object]) -> Callable[[sqlite3.Connection], object]:
+    def change(raw: sqlite3.Connection) -> object:
+        (text,) = raw.execute(f"select {column} from {table}").fetchone()
+        return raw.execute(f"update {table} set {column} = ?", (json.dumps({**json.loads(text), **changes}),))
+
+    return change
+
+
+def _sql(text: str) -> Callable[[sqlite3.Connection], object]:
+    return lambda raw: raw.execute(text)
+
+
+WRONG: dict[str, tuple[Callable[[sqlite3.Connection], object], str]] = {
+    "fence no": (_instance(fenced="no"), "fenced is 'no'"),
+    "fence 1": (_instance(fenced=1), "fenced is 1"),
+    "fence null": (_instance(fenced=None), "fenced is None"),
+    "version text": (_instance(version="7"), "version is '7'"),
+    "version float": (_instance(version=7.0), "version is 7"),
+    "version negative": (_instance(version=-1), "version is -1"),
+    "epoch negative": (_instance(epoch=-3), "epoch is -3"),
+    "epoch null": (_instance(epoch=None), "epoch is None"),
+    "paused text": (_instance(paused="false"), "paused is 'false'"),
+    "unknown phase": (_instance(phase="warp"), "phase is not known"),
+    "unknown field of an engine": (_instance(spec={"kind": "worker", "world_size": 2, "x": 1}), "spec.x is not known"),
+    "engine of no kind": (_instance(spec={"kind": "warp", "world_size": 2}), "spec.kind is 'warp'"),
+    "engine without ranks": (_instance(spec={"kind": "worker", "world_size": 0}, identities={}), "world_size is 0"),
+    "engine without url": (_instance(spec={"kind": "sglang", "world_size": 2}), "url is ''"),
+    "rank of none": (_instance(identities={"5": "x"}), "identities name rank 5, the instance has 2 ranks"),
+    "rank that is none": (_instance(identities={"x": "x"}), "identities.x"),
+    "identity number": (_instance(identities={"0": 5}), "identities.0 is 5"),
+    "displaced list": (_instance(displaced=["x"]), "displaced is ['x']"),
+    "name with a slash": (_sql("update instances set name = 'a/b'"), "name 'a/b' is not 1 to 64"),
+    "instance of no pair": (_sql("update instances set pair = 'other'"), "instances of pair other, which is not in it"),
+    "state a number": (_sql("update instances set state = '7'"), "is int, expected an object"),
+    "state binary": (_sql("update instances set state = x'ff00'"), ""),
+    "pair of another name": (_sql("update pairs set name = 'other'"), "pair other: its name is 'main'"),
+    "trainers text": (_pair(trainer_world="2"), "trainer_world is '2'"),
+    "no trainers": (_pair(trainer_world=0), "trainer_world is 0"),
+    "commit some": (_pair(commit="some"), "commit is 'some'"),
+    "verify maybe": (_pair(verify="maybe"), "verify is 'maybe'"),
+    "settings text": (_pair(settings={"offer": "7"}), "settings.offer is '7'"),
+    "settings negative": (_pair(settings={"offer": -1.0}), "setting offer is -1.0"),
+    "settings unknown": (_pair(settings={"patience": 1.0}), "settings.patience is not known"),
+    "pair unknown": (_pair(colour="red"), "colour is not known"),
+    "pair without instances": (_pair(instances={}), "no instances"),
+    "uid number": (_pair(uid=5), "uid is 5"),
+    "no table": (_sql("drop table instances"), "no table instances"),
+    "column missing": (_sql("alter table instances rename column state to status"), "no such column"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_state_of_other_types_is_refused_as_it_is(tmp_path: Path, wrong: str) -> None:
+    """Nothing is coerced, defaulted or passed over; and the file is left as it was."""
+    change, said = WRONG[wrong]
+
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await store.save_pair(SPEC, [SAVED])
+        store.close()
+
+    asyncio.run(run())
+    raw = sqlite3.connect(tmp_path / "state")
+    change(raw)
+    raw.commit()
+    before = raw.execute("select * from pairs").fetchall()
+    raw.close()
+    with pytest.raises(ControlError) as caught:
+        Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+    text = str(caught.value)
+    assert text.startswith(f"state file {tmp_path / 'state'} is damaged: ")
+    assert said in text
+    assert "\n" not in text
+    raw = sqlite3.connect(tmp_path / "state")
+    assert raw.execute("select * from pairs").fetchall() == before
+    raw.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["garbage", "cut off", "cut in the middle", "empty", "folder", "format", "types", "foreign", "rows lost"]
+)
+def test_a_gateway_ends_at_once_on_a_file_that_is_no_state(tmp_path: Path, wrong: str) -> None:
+    state = tmp_path / "state"
+
+    async def run() -> None:
+        store = opened(state)
+        await store.save_pair(SPEC, [replace(SAVED, name=f"i{n}") for n in range(200)])
+        store.close()
+
+    if wrong == "garbage":
+        state.write_bytes(bytes(range(256)) * 64)
+    elif wrong == "folder":
+        state.mkdir()
+    elif wrong == "empty":
+        state.touch()
+    else:
+        asyncio.run(run())
+        with sqlite3.connect(state) as raw:
+            if wrong == "types":
+                _instance(fenced="no")(raw)
+            if wrong == "format":
+                raw.execute("pragma user_version = 99")
+            if wrong == "foreign":
+                raw.executescript(
+                    "drop table pairs; drop table instances; create table songs (name text); pragma user_version = 0"
+                )
+        raw.close()
+        if wrong == "rows lost":  # the last page says that it has one row of many
+            with state.open("r+b") as file:
+                file.seek(-4096, os.SEEK_END)
+                assert file.read(1) in (b"\x0a", b"\x0d"), "a page of rows"
+                file.seek(-4096 + 3, os.SEEK_END)
+                file.write(b"\x00\x01")
+        if wrong.startswith("cut"):
+            os.truncate(state, 50 if wrong == "cut off" else state.stat().st_size // 2)
+    command = [sys.executable, "-m", "weightcast", "gateway", "--state", str(state), "--port", str(free_port())]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 4
+    assert len(ran.stderr.splitlines()) == 1, ran.stderr
+    assert ran.stderr.startswith("weightcast gateway: ")
+    assert str(state) in ran.stderr
+    assert ran.stdout == "", "no token is shown for a gateway that does not serve"
+
+
+def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
+    """Its pairs get a uid, which stays; what it does not know of is as it is for a new one."""
+
+    async def run() -> None:
+        store = opened(tmp_path / "state")
+        await store.save_pair(SPEC, [SAVED])
+        store.close()
+
+    asyncio.run(run())
+    with sqlite3.connect(tmp_path / "state") as raw:
+        spec = json.loads(raw.execute("select spec from pairs").fetchone()[0])
+        state = json.loads(raw.execute("select state from instances").fetchone()[0])
+        del spec["uid"], spec["settings"]["update"], state["displaced"]
+        raw.execute("update pairs set spec = ?", (json.dumps(spec),))
+        raw.execute("update instances set state = ?", (json.dumps(state),))
+        raw.execute("pragma user_version = 1")
+    raw.close()
+    uids = []
+    for _ in range(2):
+        store = opened(tmp_path / "state")
+        assert store.load() == [(SPEC, [SAVED])]
+        uids.append(store.load()[0][0].uid)
+        store.close()
+    assert uids[0] == uids[1]
+    assert len(uids[0]) == 32
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"process": [0], "by": null}',
+        '{"process": null, "by": null}',
+        '{"process": ["0", "x.1", "h", 1, 1.0, 1], "by": null}',
+        '{"process": [0, "x.1", "h", 1, 1.0, true], "by": null}',
+        '{"process": [0, "x.1", "h", 1, 1.0, 1], "by": null, "x": 1}',
+    ],
+)
 def test_damaged_processes_are_no_state(tmp_path: Path, damage: str) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
+        await store.save_pair(SPEC, [SAVED])
         await store.save_processes("main", [Standing(FIRST)])
         store.close()
         raw = sqlite3.connect(tmp_path / "state")
@@ -252,8 +427,11 @@ class Kept(Play):
         self.trainers = [Trainer(self.pair, rank) for rank in range(2)]
 
     async def restart(self) -> None:
+        holds = {name: engine.holds for name, engine in self.engines.items()}
         await self.gateway.close()
         await self.begin()
+        for name, engine in self.engines.items():
+            engine.holds = holds[name]
 
 
 def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
@@ -408,7 +586,7 @@ from weightcast.gateway.store import Store
 
 rows = [("insert or replace into pairs values (?, ?)", (str(i), "x" * 200)) for i in range(2000)]
 for turn in range(20):
-    store = Store(Path(sys.argv[1]))
+    store = Store(Path(f"{sys.argv[1]}.{turn}"))
     store.open()
 
     def write():

@@ -4,8 +4,9 @@
     ├── InputError                    what was handed in is malformed (exit status 2)
     │   ├── LayoutError               a region, table, report or bundle contradicts itself
     │   ├── WireError                 bytes that are no message of ours, or too large
-    │   └── PlacementError            an expert placement contradicts itself
-    │       └── PlacementIndexError   a layer, expert, slot or rank out of range (also an IndexError)
+    │   ├── PlacementError            an expert placement contradicts itself
+    │   │   └── PlacementIndexError   a layer, expert, slot or rank out of range (also an IndexError)
+    │   └── AbsentError               a pair or an instance that the gateway does not know
     ├── CoverageError                 something is held by no rank (exit status 3)
     ├── DescribeError                 an adapter cannot describe what a rank holds
     │   └── AgreementError            engine and placement contradict each other
@@ -21,7 +22,7 @@
     └── ControlError                  a request the control plane refuses
         ├── PairStateError            an event that is illegal in the pair's state
         ├── VersionError              a version that does not grow
-        ├── DisplacedError            a trainer process that was replaced speaks all the same
+        ├── DisplacedError            a process that was replaced speaks all the same; names both
         ├── UnregisteredError         a trainer rank that this start of the gateway does not know: register first
         └── AuthorizationError        a missing or wrong token
 
@@ -34,6 +35,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 __all__ = [
+    "AbsentError",
     "AgreementError",
     "AuthorizationError",
     "ControlError",
@@ -87,6 +89,10 @@ class PlacementError(InputError):
 
 class PlacementIndexError(PlacementError, IndexError):
     """A layer, expert, slot or rank outside its range; negative numbers never count from the end."""
+
+
+class AbsentError(InputError):
+    """A pair or an instance that the gateway does not know, or no longer."""
 
 
 class CoverageError(WeightcastError):
@@ -154,7 +160,7 @@ class VersionError(ControlError):
 
 
 class DisplacedError(ControlError):
-    """A trainer process that another one has replaced is believed no more; the message names both."""
+    """A process that another one has replaced is believed no more; the message names both."""
 
 
 class UnregisteredError(ControlError):

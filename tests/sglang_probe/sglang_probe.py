@@ -63,7 +63,12 @@ def report(result: Any, scheduler: Any, request: Any) -> Any:
         "embeddings": len(mm_schedule.embedding_cache),
         "running": len(scheduler.running_batch.reqs),
         "grammars": len(scheduler.grammar_manager.grammar_queue),
-        "attributes": sorted(f"{who}.{key}" for who, owner in owners.items() for key in vars(owner) if "cache" in key),
+        "attributes": sorted(
+            f"{who}.{key}"
+            for who, owner in owners.items()
+            for key, value in vars(owner).items()
+            if "cache" in key and not isinstance(value, (bool, int, float, str, type(None)))
+        ),
     }
     folder = os.environ.get(REPORTS)
     if folder:
