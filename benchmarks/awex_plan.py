@@ -74,12 +74,12 @@ def parameters(awex: Any, reports: Sequence[RankReport]) -> list[Any]:
 def seconds_per_rank(
     awex: Any, trainer: Sequence[RankReport], instance: Sequence[RankReport], instances: int, ranks: Iterable[int]
 ) -> list[float]:
-    """CPU seconds that Awex takes on each of these ranks of the transfer, of which the instances' come first."""
+    """Wall seconds that Awex takes on each of these ranks of the transfer, of which the instances' come first."""
     inference, training = parameters(awex, instance), parameters(awex, trainer)
     builder = awex.planner.TransferPlanBuilder(len(instance) * instances, len(trainer), instances)
     seconds = []
     for rank in ranks:
-        begin = time.process_time()
+        begin = time.perf_counter()
         builder.build_local_transfer_plan(inference, training, rank)
-        seconds.append(time.process_time() - begin)
+        seconds.append(time.perf_counter() - begin)
     return seconds

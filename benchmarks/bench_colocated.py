@@ -18,10 +18,9 @@ import functools
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.multiprocessing
@@ -29,6 +28,7 @@ import torch.multiprocessing
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_handover import measure as measure_handover
 from bench_transfer import CASES, peak_bytes, prepared
+from turns import Turns, by_turns, percent, times
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor
@@ -38,15 +38,6 @@ from weightcast.transfer.transports.shared_memory import share_memory
 from weightcast.transfer.transports.torch_group import TorchGroup
 
 WAYS = ("Gloo", "staged", "in place")
-
-
-@dataclass(slots=True)
-class Found:
-    """The least seconds of a run, the least processor seconds of both processes, the most extra bytes of one."""
-
-    wall: float = float("inf")
-    cpu: float = float("inf")
-    extra: int = 0
 
 
 class Meeting:
@@ -63,35 +54,15 @@ class Meeting:
         return value, float(theirs.view(torch.float64))
 
 
-def by_turns(
-    ways: dict[str, Callable[[], object]], held: dict[str, int], runs: int, meeting: Meeting
-) -> dict[str, Found]:
-    """Each way `runs` times after one to warm up; `held` are the bytes that it keeps between runs."""
-    found = {way: Found() for way in ways}
-    for turn in range(runs + 1):
-        for way, one in found.items():
-            resting = peak_bytes(reset=True)
-            meeting.both(0.0)
-            wall, cpu = time.perf_counter(), time.process_time()
-            ways[way]()
-            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-            taken = peak_bytes() - resting + held.get(way, 0)
-            cpu, extra = sum(meeting.both(cpu)), max(meeting.both(taken))
-            if turn:
-                one.wall, one.cpu = min(one.wall, wall), min(one.cpu, cpu)
-                one.extra = max(one.extra, int(extra))
-    return found
+def line(name: str, total: int, turns: dict[str, Turns], cpu: dict[str, float], extra: dict[str, int]) -> str:
+    copy, gloo, ours = turns["copy"], turns["Gloo"], turns["in place"]
+    rates = "".join(f"{total / turns[way].seconds / 1e9:>9.2f}" for way in ("copy", *WAYS))
+    of_copy = f"{percent(copy.ratio(ours)):>13}{cpu['copy'] / cpu['in place']:>9.0%}"
+    of_gloo = f"{times(gloo.ratio(ours)):>14}{cpu['Gloo'] / cpu['in place']:>8.1f}x"
+    return f"{name:<27}{rates}     {of_copy}{of_gloo}{extra['in place'] >> 20:>4} MiB{extra['staged'] >> 20:>4} MiB"
 
 
-def line(name: str, total: int, found: dict[str, Found]) -> str:
-    copy, gloo, staged, ours = (found[way] for way in ("copy", *WAYS))
-    rates = "".join(f"{total / one.wall / 1e9:>9.2f}" for one in (copy, gloo, staged, ours))
-    of_copy = f"{copy.wall / ours.wall:>10.0%}{copy.cpu / ours.cpu:>9.0%}"
-    of_gloo = f"{gloo.wall / ours.wall:>8.1f}x{gloo.cpu / ours.cpu:>8.1f}x"
-    return f"{name:<27}{rates}     {of_copy}{of_gloo}{ours.extra >> 20:>4} MiB{staged.extra >> 20:>4} MiB"
-
-
-def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: list[str]) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(600.0)
     store = connect_store("127.0.0.1", port, soon)
@@ -103,15 +74,15 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
     meeting = Meeting(group("meeting"), soon)
     if rank == 1:
         rates = "".join(f"{way:>9}" for way in ("copy", *WAYS))
-        print(f"{'case':<27}{rates} GB/s   of copy   by CPU  of Gloo   by CPU   extra  staged")
+        print(f"{'case':<27}{rates} GB/s      of copy   by CPU       of Gloo   by CPU   extra  staged")
     source, target = torch.ones(total, dtype=torch.uint8), torch.ones(total, dtype=torch.uint8)
     for name, layout in CASES.items():
-        if wanted not in name:
+        if wanted and not any(word in name for word in wanted):
             continue
         part, memory = prepared(layout, total, rank)
         memory = memory if rank else share_memory(memory)
         ways: dict[str, Callable[[], object]] = {"copy": (lambda: target.copy_(source)) if rank else (lambda: None)}
-        held = {}
+        kept = {}
         for way in WAYS:
             made = group(f"{name} {way}")
             neighbours = (
@@ -119,17 +90,26 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str) -> None:
             )
             executor = Executor(part, memory, made, neighbours)
             executor.run(soon)  # the first run takes what it keeps
-            ways[way], held[way] = functools.partial(executor.run, soon), executor.staging_bytes
-        found = by_turns(ways, held, runs, meeting)
+            ways[way], kept[way] = functools.partial(executor.run, soon), executor.staging_bytes
+        extra = dict.fromkeys(ways, 0)
+
+        def measured(way: str) -> None:
+            resting = peak_bytes(reset=True)
+            ways[way]()  # noqa: B023
+            extra[way] = max(extra[way], peak_bytes() - resting + kept.get(way, 0))  # noqa: B023
+
+        turns = by_turns(runs, lambda: meeting.both(0.0), {way: functools.partial(measured, way) for way in ways})
+        cpu = {way: sum(meeting.both(median(turns[way].cpu))) for way in ways}
+        extra = {way: int(max(meeting.both(extra[way]))) for way in ways}
         if rank == 1:
-            print(line(name, total, found), flush=True)
+            print(line(name, total, turns, cpu, extra), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
-    parser.add_argument("--runs", type=int, default=5, help="the best of so many runs counts (default 5)")
-    parser.add_argument("--case", default="", help="only the cases whose name has this in it")
+    parser.add_argument("--runs", type=int, default=5, help="turns of each way (default 5)")
+    parser.add_argument("--case", action="append", default=[], help="only cases whose name has this in it; repeatable")
     options = parser.parse_args()
     machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
     print(f"{machine}, torch {torch.__version__}")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -37,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_transfer import peak_bytes
 from plain_support import Piece, describe_pieces
 from spawn_support import free_port
+from turns import Turns, by_turns, times
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor, member_labels
@@ -244,17 +244,16 @@ def work(index: int, ranks: int, port: int, store_port: int, layers: int, runs: 
     assert all(map(torch.equal, *([t.view(torch.int16) for t in one] for one in written))), "they wrote other bytes"
     held_bytes = {"handed over": bucket.nbytes, "in place": executor.staging_bytes}
     del written
-    best, extra = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, 0)
-    for _ in range(runs):
-        for name, way in ways.items():
-            before = resting(on)
-            dist.barrier()
-            start = time.perf_counter()
-            way()
-            dist.barrier()
-            best[name] = min(best[name], time.perf_counter() - start)
-            extra[name] = max(extra[name], peak(on) - before + held_bytes[name])
-    report(ranks, layers, best, extra, executor, index)
+    extra = dict.fromkeys(ways, 0)
+
+    def together(name: str) -> None:
+        resting_bytes = resting(on)
+        ways[name]()
+        dist.barrier()
+        extra[name] = max(extra[name], peak(on) - resting_bytes + held_bytes[name])
+
+    turns = by_turns(runs, dist.barrier, {name: functools.partial(together, name) for name in ways})
+    report(ranks, layers, turns, extra, index)
     dist.destroy_process_group()
 
 
@@ -270,20 +269,19 @@ def peak(on: str) -> int:
     return peak_bytes() if on == "cpu" else torch.cuda.max_memory_allocated()
 
 
-def report(
-    ranks: int, layers: int, best: dict[str, float], extra: dict[str, int], executor: Executor, index: int
-) -> None:
+def report(ranks: int, layers: int, turns: dict[str, Turns], extra: dict[str, int], index: int) -> None:
     """All processes have the same seconds, but for the barrier's; the peak is the highest of all."""
-    most = torch.tensor([extra[name] for name in best])
+    most = torch.tensor([extra[name] for name in turns])
     dist.all_reduce(most, dist.ReduceOp.MAX)
     if index:
         return
-    theirs, ours = best.values()
+    theirs, ours = turns.values()
     print(f"MoE, {layers} layers of {EXPERTS} experts, {layers * LAYER_BYTES >> 20} MiB; {ranks} trainer ranks and "
           f"{ranks} of an instance on the same devices")  # fmt: skip
-    for (name, seconds), nbytes in zip(best.items(), most.tolist(), strict=True):
-        print(f"{name:<14}{seconds:>8.3f} s{nbytes >> 20:>8} MiB extra", end="\n" if name != "in place" else "")
-    print(f"   {theirs / ours:.1f} times as fast", flush=True)
+    for (name, contender), nbytes in zip(turns.items(), most.tolist(), strict=True):
+        end = "" if contender is ours else "\n"
+        print(f"{name:<14}{contender.seconds:>8.3f} s{nbytes >> 20:>8} MiB extra", end=end)
+    print(f"   {times(theirs.ratio(ours))} as long (median / best)", flush=True)
 
 
 def measure(mib: int, runs: int, on: str) -> None:
@@ -300,7 +298,7 @@ def measure(mib: int, runs: int, on: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes of the model, in whole layers (default 256)")
-    parser.add_argument("--runs", type=int, default=5, help="the best of so many runs counts (default 5)")
+    parser.add_argument("--runs", type=int, default=5, help="turns of each way (default 5)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     measure(options.mib, options.runs, options.device)

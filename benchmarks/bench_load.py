@@ -14,11 +14,11 @@ device. By turns, after a check that both ways write the same bytes:
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from plain_support import Piece, describe_pieces
 from sglang_models import CONFIGS, QWEN3_MOE, read_tensors, write_checkpoint
 from sglang_nest import Nest
 from spawn_support import free_port
+from turns import by_turns, times
 
 from weightcast.gateway.merge import merge_instance, merge_trainer
 from weightcast.transfer.deadline import Deadline
@@ -84,16 +85,14 @@ def work(
             support.poison(model)
         way()
         written.append(_fingerprint(layout))
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for _ in range(runs):
-        for way, found in zip((ours, theirs), seconds, strict=True):
-            _meet(store, world)
-            start = time.perf_counter()
-            way()
-            _meet(store, world)
-            found.append(time.perf_counter() - start)
+
+    def together(way: Callable[[], None]) -> None:
+        way()
+        _meet(store, world)
+
+    ways = {"ours": functools.partial(together, ours), "theirs": functools.partial(together, theirs)}
     return (
-        [min(found) for found in seconds],
+        by_turns(runs, lambda: _meet(store, world), ways),
         written[0] == written[1],
         len(layout.table),
         int(layout.table.nbytes.sum()),
@@ -138,7 +137,7 @@ def _ours(rank: int, store: Any, layout: RankLayout, deadline: Deadline) -> Call
         reports = {s: [pickle.loads(store.get(f"{s} {r}")) for r in range(2)] for s in ("trainer", *INSTANCES)}
         source = merge_trainer(reports["trainer"])
         held = {name: merge_instance(name, reports[name], source.tensors) for name in INSTANCES}
-        parts = PlanParts(plan_transfer(source.tables, {n: h.tables for n, h in held.items()}), BUCKET_BYTES // 2)
+        parts = PlanParts(plan_transfer(source.joined, {n: h.joined for n, h in held.items()}), BUCKET_BYTES // 2)
         for name in INSTANCES:
             for r in range(2):
                 store.set(f"part {name} trainer {r}", pickle.dumps(parts.trainer_part(name, r)))
@@ -225,12 +224,14 @@ def measure(layers: int = 24, experts: int = 128, runs: int = 3) -> None:
         found = nest.run(_entry, world, port, ports, path, layers, rows, runs, timeout=900.0)
     del store
     assert all(same for _, same, _, _ in found), "the two ways wrote different bytes"
-    ours, theirs = (max(seconds[way] for seconds, *_ in found) for way in (0, 1))
+    # All ranks meet at the end of each turn, so that one rank's clock is as good as another's.
+    ours, theirs = (found[0][0][way] for way in ("ours", "theirs"))
     regions, nbytes = (sum(f[i] for f in found[TRAINERS:]) for i in (2, 3))
     print(f"Qwen3-MoE, {layers} layers of {experts} experts, {TRAINERS} trainer ranks, {len(INSTANCES)} instances of "
           f"{EP} EP ranks: {regions} regions, {nbytes >> 20} MiB received")  # fmt: skip
-    print(f"gather, broadcast, load_weights  {theirs:8.2f} s")
-    print(f"weightcast                       {ours:8.2f} s   {theirs / ours:.1f} times as fast")
+    print(f"gather, broadcast, load_weights  {theirs.seconds:8.2f} s")
+    ratio = times(theirs.ratio(ours))
+    print(f"weightcast                       {ours.seconds:8.2f} s   {ratio} faster (median / best of {runs} turns)")
 
 
 def _entry(rank: int, world: int, _: int, *args: Any) -> Any:

@@ -1,15 +1,17 @@
 """The executor beside one large tensor, beside Awex and beside gathering and broadcasting, in one run on one machine.
 
-    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--backend gloo] [--awex DIR] [--skip-load]
+    python benchmarks/bench_transfer.py [--mib 256] [--runs 7] [--case NAME ...] [--backend gloo] [--awex DIR]
 
-First table: each line moves the same bytes from one trainer process to one instance process over the loopback device,
-by turns: the limit (one tensor, one send, one receive of our group), the same over Gloo, ours, Awex's
-`batch_send_recv`. The best run of each counts. `of limit` and `of Gloo` compare wall time, `by CPU` the CPU seconds of
-both processes. `extra` is the peak of memory that a process gained while it prepared and ran; the setting is 512 MiB.
+First table: each line moves the same bytes from one trainer process to one instance process over the loopback device:
+the limit (one tensor, one send, one receive of our group), the same over Gloo, ours, Awex's `batch_send_recv`. All of
+them take the same number of turns, one after the other, `--runs` times. Speeds are those of the median turn. Ratios
+compare wall time: the median of the ratios of all turns, and behind the stroke the ratio of the best turns. `by CPU`
+compares the median CPU seconds of both processes. `extra` is the peak of memory that a process gained while it prepared
+and ran; the setting is 512 MiB.
 
-Second table: what digests on both sides take, right after such a transfer, relative to what the transfer took: in time
-and in CPU seconds. `at N GB/s` is what a full digest adds on a wire of that speed with an idle core on both sides: the
-trainer's runs beside the transfer there, the instance's after it.
+Second table: the time of digests on both sides, in the same turns, relative to that of the transfer: in time and in CPU
+seconds, by their medians. `at N GB/s` is the share that a full digest adds on a wire of that speed with an idle core on
+both sides: the trainer's runs beside the transfer there, the instance's after it.
 
 Third table: bench_load.py, a real SGLang model on the ranks of two instances.
 """
@@ -24,8 +26,8 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from awex_peer import awex_update
 from awex_peer import version as awex_version
 from bench_load import measure as measure_load
 from plain_support import Piece, describe_pieces
+from turns import by_turns, percent, times
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.digesting import Digester
@@ -116,14 +119,6 @@ CASES: dict[str, Layout] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """Seconds of the best of several runs, and the least CPU seconds of one; both of this process."""
-
-    wall: float
-    cpu: float
-
-
 def digester_of(part: RankPart, layout: RankLayout) -> Digester:
     """What digests a rank's rows of a part."""
     rows = part.digests
@@ -137,18 +132,6 @@ def peak_bytes(reset: bool = False) -> int:
     return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) << 10
 
 
-def by_turns(runs: int, meet: Callable[[], None], *calls: Callable[[], object]) -> list[Best]:
-    """They take turns, because the machine may be busier a moment later; all processes `meet` before each."""
-    found: list[list[tuple[float, float]]] = [[] for _ in calls]
-    for _ in range(runs + 1):
-        for call, seconds in zip(calls, found, strict=True):
-            meet()
-            wall, cpu = time.perf_counter(), time.process_time()
-            call()
-            seconds.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return [Best(*map(min, zip(*seconds[1:], strict=True))) for seconds in found]
-
-
 def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayout]:
     sides = [describe_pieces(layout(total, sending)) for sending in (True, False)]
     parts = PlanParts(plan_transfer([sides[0].table], {"rollout-0": [sides[1].table]}), 512 << 20)
@@ -156,7 +139,7 @@ def prepared(layout: Layout, total: int, rank: int) -> tuple[RankPart, RankLayou
     return part, sides[rank]
 
 
-def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str, awex: Path | None) -> None:
+def work(rank: int, port: int, total: int, runs: int, wanted: list[str], backend: str, awex: Path | None) -> None:
     torch.set_num_threads(1)
     soon = Deadline.after(3600.0)
     store: Any = connect_store("127.0.0.1", port, soon)
@@ -187,54 +170,51 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str,
 
     verification: list[str] = []
     if rank == 1:
-        print(f"{'case':<29}{'limit':>6}{'Gloo':>6}{'ours':>6} GB/s{'of limit':>10}{'by CPU':>8}{'of Gloo':>9}"
-              f"{'Awex':>7} GB/s{'ours/Awex':>11}"
-              f"{'prepare':>10}{'extra':>9}")  # fmt: skip
-    for name, layout in CASES.items():
-        if wanted not in name:
+        print(f"{'case':<29}{'limit':>6}{'Gloo':>6}{'ours':>6}{'Awex':>6} GB/s{'of limit':>13}{'by CPU':>8}"
+              f"{'of Gloo':>13}{'ours/Awex':>14}{'prepare':>10}{'extra':>9}")  # fmt: skip
+    for name, pieces in CASES.items():
+        if wanted and not any(word in name for word in wanted):
             continue
-        part, held = prepared(layout, total, rank)
+        part, layout = prepared(pieces, total, rank)
         assert member_labels(part) == labels
         before, start = peak_bytes(reset=True), time.perf_counter()
-        executor = Executor(part, held, group)
+        executor = Executor(part, layout, group)
         prepare = time.perf_counter() - start
         run = functools.partial(executor.run, soon)
         run()
         extra = peak_bytes() - before
-        digester = digester_of(part, held)
-        full, theirs, ours, sampled, every = by_turns(
-            runs,
-            meet,
-            limit,
-            gloo,
-            run,
-            lambda digester=digester: digester.run(Sample(0)),
-            digester.run,
-        )
-        peer = None
+        digester = digester_of(part, layout)
+        calls: dict[str, Callable[[], object]] = {
+            "limit": limit,
+            "Gloo": gloo,
+            "ours": run,
+            "sampled": functools.partial(digester.run, Sample(0)),
+            "full": digester.run,
+        }
         if awex is not None:
-            update = awex_update(awex, part, held, torch.distributed.group.WORLD)
-            peer, again = by_turns(min(runs, 3), meet, update, run)
-        most = max(int(of_all) for of_all in gather(f"{name} extra", extra))
-        cpu = {what: of_both(f"{name} {what}", best.cpu) for what, best in
-               (("limit", full), ("ours", ours), ("full", every), ("sampled", sampled))}  # fmt: skip
+            calls["Awex"] = awex_update(awex, part, layout, torch.distributed.group.WORLD)
+        turns = by_turns(runs, meet, calls)
+        most = max(int(extra) for extra in gather(f"{name} extra", extra))
+        cpu = {what: of_both(f"{name} {what}", median(contender.cpu)) for what, contender in turns.items()}
         if rank == 1:
-            beside = f"{peer.wall / min(again.wall, ours.wall):.1f}x" if peer else ""
-            speed = f"{total / peer.wall / 1e9:.2f}" if peer else ""
+            ours = turns["ours"]
+            speeds = "".join(
+                f"{total / turns[what].seconds / 1e9:>6.2f}" if what in turns else f"{'':>6}"
+                for what in ("limit", "Gloo", "ours", "Awex")
+            )
             print(
-                f"{name:<29}{total / full.wall / 1e9:>6.2f}{total / theirs.wall / 1e9:>6.2f}"
-                f"{total / ours.wall / 1e9:>6.2f}     "
-                f"{full.wall / ours.wall:>10.0%}{cpu['limit'] / cpu['ours']:>8.0%}{theirs.wall / ours.wall:>9.0%}"
-                f"{speed:>7}     {beside:>11}"
+                f"{name:<29}{speeds}     {percent(turns['limit'].ratio(ours)):>13}{cpu['limit'] / cpu['ours']:>8.0%}"
+                f"{percent(turns['Gloo'].ratio(ours)):>13}{times(turns['Awex'].ratio(ours)) if awex else '':>14}"
                 f"{prepare:>8.2f} s{most >> 20:>5} MiB",
                 flush=True,
             )
+            every = median(turns["full"].cpu)
             added = "".join(
-                f"{best.wall / ours.wall:>+9.0%}{cpu[what] / cpu['ours']:>+9.0%}"
-                for what, best in (("sampled", sampled), ("full", every))
+                f"{turns[what].seconds / ours.seconds:>+9.0%}{cpu[what] / cpu['ours']:>+9.0%}"
+                for what in ("sampled", "full")
             )
-            slower = "".join(f"{every.cpu * wire * 1e9 / total:>+8.0%}" for wire in (1, 3, 10))
-            verification.append(f"{name:<29}{added}{total / every.cpu / 1e9:>9.1f} GB/s{slower}")
+            slower = "".join(f"{every * wire * 1e9 / total:>+8.0%}" for wire in (1, 3, 10))
+            verification.append(f"{name:<29}{added}{total / every / 1e9:>9.1f} GB/s{slower}")
     if rank == 1:
         heads = "".join(f"{head:>9}{'by CPU':>9}" for head in ("sampled", "full"))
         print(f"\n{'what verification adds':<29}{heads}"
@@ -246,14 +226,15 @@ def work(rank: int, port: int, total: int, runs: int, wanted: str, backend: str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=256, help="bytes moved by each case (default 256)")
-    parser.add_argument("--case", default="", help="only the cases whose name has this in it")
-    parser.add_argument("--runs", type=int, default=7, help="the best of so many runs counts (default 7)")
+    parser.add_argument("--case", action="append", default=[], help="only cases whose name has this in it; repeatable")
+    parser.add_argument("--runs", type=int, default=7, help="turns of each contender (default 7)")
     parser.add_argument("--backend", choices=BACKENDS[:2], default=BACKENDS[0], help="our transport (default tcp)")
     parser.add_argument("--awex", type=Path, help="folder with Awex (pip install --no-deps --target DIR awex==0.9.0)")
     parser.add_argument("--skip-load", action="store_true", help="without the second table, which needs SGLang")
     options = parser.parse_args()
     version = awex_version(options.awex)
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    load = os.getloadavg()[0]
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {load:.1f} before"
     print(f"{machine}, torch {torch.__version__}, {options.backend} on 127.0.0.1, Awex {version or 'not given'}")
     store, port = open_store("127.0.0.1", Deadline.after(60.0))
     torch.multiprocessing.spawn(

@@ -9,7 +9,6 @@ bench_transfer.py has what digests take beside the transfer alone.
 
 from __future__ import annotations
 
-import statistics
 from contextlib import ExitStack
 
 from bench_ray import INSTANCE, PAIR, TRAINERS, Plain, begin, measure, plain_gateway
@@ -31,14 +30,11 @@ def main() -> None:
             sides[way] = Plain(url, arguments)
             stack.callback(sides[way].close)
         seconds = measure(sides, arguments.updates)
-    print(f"{'verify':<10}{'best':>10}{'median':>10}{'adds':>8}{'median':>8}")
-    best, median = min(seconds[OFF]), statistics.median(seconds[OFF])
-    for way, found in seconds.items():
-        middle = statistics.median(found)
-        print(
-            f"{way:<10}{min(found) * 1e3:>7.1f} ms{middle * 1e3:>7.1f} ms"
-            f"{min(found) / best - 1:>+8.0%}{middle / median - 1:>+8.0%}"
-        )
+    print(f"{'verify':<10}{'median':>10}{'best':>10}{'adds':>8}{'best':>8}")
+    for way, turns in seconds.items():
+        middle, best = turns.ratio(seconds[OFF])
+        taken = f"{turns.seconds * 1e3:>7.1f} ms{min(turns.wall) * 1e3:>7.1f} ms"
+        print(f"{way:<10}{taken}{middle - 1:>+8.0%}{best - 1:>+8.0%}")
 
 
 if __name__ == "__main__":

@@ -120,15 +120,15 @@ def _trainer_layout(pair: Pair) -> TrainerLayout:
 
 async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     trainer = _trainer_layout(pair)
-    tables = {name: layout.tables for name, layout in layouts.items()}
+    joined = {name: layout.joined for name, layout in layouts.items()}
     # Instances that connect anew after their experts moved are planned from what changed.
-    planner = pair.planners.setdefault(tuple(tables), Planner())
+    planner = pair.planners.setdefault(tuple(joined), Planner())
     topology = pair.spec.topology
     if topology is not None:
         topology = replace(topology, between_instances=False)  # instances share no communicator
     try:
         hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
-        planned = await asyncio.to_thread(planner.plan, trainer.tables, tables, hosts=hosts, topology=topology)
+        planned = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
         plan = await asyncio.to_thread(lambda: planned.plan)
         share = pair.spec.bucket_bytes // max(1, len(pair.instances))
         parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightcast.gateway.join import JoinedRegions, SideName
 from weightcast.transfer.audit import audit_dispatch, audit_shared_dispatch
 from weightcast.transfer.errors import AgreementError, CoverageError, LayoutError
 from weightcast.transfer.expert_names import NONE, ParsedNames
@@ -18,6 +17,7 @@ from weightcast.transfer.layout import NO_SLOT, IntArray, RankReport, TensorTabl
 from weightcast.transfer.names import number_ranges, summarize
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
+from weightcast.transfer.sides import JoinedRanks, JoinedRegions, SideName
 
 __all__ = ["check_dispatch", "check_slots", "common_placement"]
 
@@ -73,18 +73,17 @@ def check_slots(
     side: SideName,
     reports: Sequence[RankReport],
     placement: ExpertPlacement,
-    tensors: TensorTable,
-    regions: JoinedRegions,
+    joined: JoinedRanks,
     parsed: ParsedNames,
 ) -> None:
     """Every routed slot of every expert layer of the instance is held, whole and by the expert of the placement.
 
-    `parsed` are the numbers in the names of `tensors`.
+    `parsed` are the numbers in the names of the joined tensors.
 
     Raises AgreementError (rank, layer, slot, expected, found) for another expert, CoverageError for what is missing,
     LayoutError for slots of ranks without a placement and slots past a rank's last.
     """
-    slots = _routed_rows(side, reports, placement, tensors, regions, parsed)
+    slots = _routed_rows(side, reports, placement, joined, parsed)
     _check_experts(side, placement, slots)
     _check_complete(side, placement, slots)
 
@@ -116,10 +115,10 @@ def _routed_rows(
     side: SideName,
     reports: Sequence[RankReport],
     placement: ExpertPlacement,
-    tensors: TensorTable,
-    regions: JoinedRegions,
+    joined: JoinedRanks,
     parsed: ParsedNames,
 ) -> _SlotRows:
+    tensors, regions = joined.tensors, joined.regions
     placements = [report.placement for report in reports]
     storage = np.array([p.storage_rank if p else NONE for p in placements], dtype=np.int64)
     last = np.array([p.num_slots if p else 0 for p in placements], dtype=np.int64)

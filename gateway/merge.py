@@ -6,38 +6,42 @@ another.
 
     trainer = merge_trainer(trainer_reports)
     layout = merge_instance("rollout-0", reports, trainer.tensors)
-    plan_transfer(trainer.tables, {layout.name: layout.tables})
+    plan_transfer(trainer.joined, {layout.name: layout.joined})
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from weightcast.gateway.experts import check_dispatch, check_slots, common_placement
-from weightcast.gateway.join import JoinedRegions, SideName, join_reports, order_reports
-from weightcast.transfer.columns import find_names
 from weightcast.transfer.coverage import describe_gaps
 from weightcast.transfer.dtypes import cast_allowed, dtype_name
 from weightcast.transfer.errors import CoverageError, LayoutError
-from weightcast.transfer.layout import IntArray, RankReport, RegionTable, TensorSpec, TensorTable, pad_boxes
-from weightcast.transfer.names import summarize
+from weightcast.transfer.layout import RankReport, RegionTable, TensorSpec, TensorTable
+from weightcast.transfer.names import number_ranges, summarize
 from weightcast.transfer.placement import ExpertPlacement
 from weightcast.transfer.regions import decompose, uncovered
+from weightcast.transfer.sides import JoinedRanks, SideName, join_ranks
 
 __all__ = ["InstanceLayout", "TrainerLayout", "merge_instance", "merge_trainer"]
 
 
 @dataclass(frozen=True)
 class _SideLayout:
-    """All that the ranks of one side hold. `reports` are by rank, `tensors` all their tensors."""
+    """All that the ranks of one side hold: `reports` by rank, and their tables `joined`."""
 
     reports: tuple[RankReport, ...]
-    tensors: TensorTable
+    joined: JoinedRanks
+
+    @property
+    def tensors(self) -> TensorTable:
+        """All their tensors."""
+        return self.joined.tensors
 
     @property
     def world_size(self) -> int:
@@ -54,20 +58,15 @@ class _SideLayout:
         """Host names by rank, empty where unknown."""
         return tuple(report.host for report in self.reports)
 
-    @property
-    def table_fingerprints(self) -> tuple[str, ...]:
-        """Fingerprints of the tables by rank."""
-        return tuple(table.fingerprint for table in self.tables)
-
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all tables; sides with equal layouts, and only those, have equal fingerprints."""
-        return hashlib.blake2b(" ".join(self.table_fingerprints).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(" ".join(self.joined.fingerprints).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class TrainerLayout(_SideLayout):
-    """All that the trainer's ranks hold. `reports` are by rank, `tensors` all their tensors."""
+    """All that the trainer's ranks hold."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class InstanceLayout(_SideLayout):
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all tables and of the placement, not of name and hosts."""
-        parts = [*self.table_fingerprints, self.placement.fingerprint if self.placement else "none"]
+        parts = [*self.joined.fingerprints, self.placement.fingerprint if self.placement else "none"]
         return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -100,12 +99,12 @@ def merge_trainer(reports: Sequence[RankReport]) -> TrainerLayout:
     Raises LayoutError for missing, repeated or disagreeing ranks, CoverageError where the ranks together do not hold
     the whole of a tensor that one of them names.
     """
-    side = SideName(None)
-    ordered = order_reports(side, reports)
-    tensors, regions = join_reports(side, ordered)
-    if gaps := _gaps(side, tensors, regions):
+    side = SideName("")
+    ordered = _order_reports(side, reports)
+    joined = join_ranks(side.name, [report.table for report in ordered])
+    if gaps := _gaps(joined):
         raise CoverageError(gaps)
-    return TrainerLayout(ordered, tensors)
+    return TrainerLayout(ordered, joined)
 
 
 def merge_instance(
@@ -121,21 +120,20 @@ def merge_instance(
     holds; AgreementError where regions or dispatch tables contradict the placement.
     """
     side = SideName(instance)
-    ordered = order_reports(side, reports)
+    ordered = _order_reports(side, reports)
     known = None if catalog is None else _table_of(catalog)
-    tensors, regions = join_reports(side, ordered, known)
+    joined = join_ranks(instance, [report.table for report in ordered], known)
     placement = common_placement(side, ordered)
-    layout = InstanceLayout(ordered, tensors, instance, placement)
-    row = None if known is None else _rows_in(known, tensors)
-    gaps = [_gaps(side, tensors, regions)]
-    if known is not None and row is not None:
-        gaps += _compare_catalog(layout, known, row)
+    layout = InstanceLayout(ordered, joined, instance, placement)
+    _require_casts(layout)
+    gaps = [_gaps(joined), *_catalog_gaps(layout)]
     if any(gaps):
         raise CoverageError("; ".join(gap for gap in gaps if gap))
     if placement is not None:
         # The trainer's names are parsed once for all instances.
-        parsed = tensors.parsed_names if known is None or row is None else known.parsed_names.take(row)
-        check_slots(side, ordered, placement, tensors, regions, parsed)
+        row = joined.catalog_row
+        parsed = joined.tensors.parsed_names if known is None or row is None else known.parsed_names.take(row)
+        check_slots(side, ordered, placement, joined, parsed)
         check_dispatch(side, ordered, placement)
     return layout
 
@@ -144,39 +142,56 @@ def _table_of(catalog: TensorTable | Mapping[str, TensorSpec]) -> TensorTable:
     return catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
 
 
-def _rows_in(known: TensorTable, tensors: TensorTable) -> IntArray:
-    """(n,) the row of each tensor in a table, -1 for those that it does not have."""
-    if tensors.place is not None:
-        return tensors.place[1]
-    return find_names(known.index, tensors.names)
+def _order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankReport, ...]:
+    """Returns the reports by rank. Raises LayoutError naming missing, repeated and disagreeing ranks."""
+    by_rank: dict[int, RankReport] = {}
+    first: RankReport | None = None
+    for report in reports:
+        first = first or report
+        if report.world_size != first.world_size:
+            raise LayoutError(
+                f"{side.rank(report.rank)} says there are {report.world_size} ranks, "
+                f"{side.rank(first.rank)} says {first.world_size}"
+            )
+        if not 0 <= report.rank < report.world_size:
+            raise LayoutError(f"{side.rank(report.rank)} is not in 0..{report.world_size - 1}")
+        if report.rank in by_rank:
+            hosts = f"{by_rank[report.rank].host or 'unknown'} and {report.host or 'unknown'}"
+            raise LayoutError(f"{side.rank(report.rank)} reported twice (hosts {hosts}); each process has its own")
+        by_rank[report.rank] = report
+    if first is None:
+        raise LayoutError(f"no rank of {side} reported")
+    if missing := set(range(first.world_size)) - by_rank.keys():
+        raise LayoutError(f"of the {first.world_size} ranks of {side} these did not report: {number_ranges(missing)}")
+    return tuple(by_rank[rank] for rank in range(first.world_size))
 
 
-def _gaps(side: SideName, tensors: TensorTable, regions: JoinedRegions) -> str:
-    """What the regions together do not cover, in words; empty when they cover every tensor."""
-    volume = tensors.shape.prod(axis=1)
+def _gaps(joined: JoinedRanks) -> str:
+    """Describes what the regions together do not cover; empty when they cover every tensor."""
+    tensors, side = joined.tensors, SideName(joined.name)
+    volume = tensors.elements
     done = volume == 0
-    done[regions.tensor[regions.volume == volume[regions.tensor]]] = True
-    rest = regions.take(np.flatnonzero(~done[regions.tensor]))
+    done[joined.tensor[joined.volume == volume[joined.tensor]]] = True
+    rest = joined.regions.take(np.flatnonzero(~done[joined.tensor]))
     cells = decompose(rest.tensor, rest.offset, rest.size, lambda row: f"tensor {tensors.names[row]!r} of {side}")
     short = uncovered(cells.key, cells.offset, cells.size, tensors.shape)
     short = short[~done[short]]
     if not len(short):
         return ""
-    where = "on no trainer rank" if side.instance is None else f"on no rank of {side}"
+    where = f"on no rank of {side}" if side.name else "on no trainer rank"
     return f"{describe_gaps(tensors, cells, short)}: {where}"
 
 
-def _compare_catalog(layout: InstanceLayout, known: TensorTable, row: IntArray) -> list[str]:
-    """Gaps between the trainer's tensors and the instance's, which are rows `row` of the trainer's, in words. Raises
-    LayoutError for shapes that differ, and for dtypes that do not go together."""
-    held = layout.tensors
-    _compare_shapes(layout, known, np.flatnonzero(row >= 0), row[row >= 0])
-    _compare_dtypes(layout, known, np.flatnonzero(row >= 0), row[row >= 0])
-    here = np.zeros(len(known), dtype=bool)
-    here[row[row >= 0]] = True
+def _catalog_gaps(layout: InstanceLayout) -> list[str]:
+    """Describes the gaps between the trainer's tensors and the instance's."""
+    known, row = layout.joined.catalog, layout.joined.catalog_row
+    if known is None or row is None:
+        return []
+    present = np.zeros(len(known), dtype=bool)
+    present[row[row >= 0]] = True
     left_out = layout.left_out
-    missing = [name for i in np.flatnonzero(~here).tolist() if (name := known.names[i]) not in left_out]
-    extra = [held.names[i] for i in np.flatnonzero(row < 0).tolist()]
+    missing = [name for i in np.flatnonzero(~present).tolist() if (name := known.names[i]) not in left_out]
+    extra = [layout.tensors.names[i] for i in np.flatnonzero(row < 0).tolist()]
     gaps = []
     if missing:
         gaps.append(f"{summarize(missing)}: on no rank of {layout.name}")
@@ -185,31 +200,19 @@ def _compare_catalog(layout: InstanceLayout, known: TensorTable, row: IntArray) 
     return gaps
 
 
-def _compare_shapes(layout: InstanceLayout, known: TensorTable, mine: IntArray, theirs: IntArray) -> None:
-    """Tensors `mine` of the instance have the shapes of `theirs` of the trainer."""
-    width = max(layout.tensors.width, known.width)
-    shape, other = pad_boxes(layout.tensors.shape[mine], width, 1), pad_boxes(known.shape[theirs], width, 1)
-    differs = (shape != other).any(axis=1) | (layout.tensors.ndim[mine] != known.ndim[theirs])
-    if differs.any():
-        at = int(differs.argmax())
-        row = int(mine[at])
-        raise LayoutError(
-            f"tensor {layout.tensors.names[row]!r} has shape {list(known.spec(int(theirs[at])).shape)} on the trainer "
-            f"and {list(layout.tensors.spec(row).shape)} on {layout.name}"
-        )
-
-
-def _compare_dtypes(layout: InstanceLayout, known: TensorTable, mine: IntArray, theirs: IntArray) -> None:
-    """Values of tensors `theirs` of the trainer can be cast to the dtypes of `mine` of the instance."""
-    wrong = np.flatnonzero(~cast_allowed(known.dtype[theirs], layout.tensors.dtype[mine]))
+def _require_casts(layout: InstanceLayout) -> None:
+    """Raises LayoutError where the trainer's values cannot be cast to the dtype of the instance."""
+    known, row = layout.joined.catalog, layout.joined.catalog_row
+    if known is None or row is None:
+        return
+    mine = np.flatnonzero(row >= 0)
+    wrong = mine[~cast_allowed(known.dtype[row[mine]], layout.tensors.dtype[mine])]
     if len(wrong):
-        name = layout.tensors.names[int(mine[wrong[0]])]
-        held, wanted = (
-            dtype_name(int(known.dtype[theirs[wrong[0]]])),
-            dtype_name(int(layout.tensors.dtype[mine[wrong[0]]])),
-        )
+        first = int(wrong[0])
+        sent, wanted = (dtype_name(int(code)) for code in (known.dtype[row[first]], layout.tensors.dtype[first]))
         more = f"; {len(wrong) - 1} tensors more are like it" if len(wrong) > 1 else ""
         raise LayoutError(
-            f"tensor {name!r} has dtype {held} on the trainer and {wanted} on {layout.name}: a cast would change its "
-            f"values unseen; load the engine with the trainer's dtype, or convert the tensor on the trainer{more}"
+            f"tensor {layout.tensors.names[first]!r} has dtype {sent} on the trainer and {wanted} on {layout.name}: a "
+            "cast would change its values unseen; load the engine with the trainer's dtype, or convert the tensor on "
+            f"the trainer{more}"
         )

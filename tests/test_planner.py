@@ -219,16 +219,16 @@ def test_shapes_and_dtypes_must_agree():
     def table(shape, dtype="bfloat16"):
         return tables_of({"w": TensorSpec(shape, dtype)}, [[Region("w", (0,) * len(shape), shape)]])[0]
 
-    with pytest.raises(LayoutError, match=r"'w' has shape \[8, 5\] on a rank 1 but shape \[8, 4\] on trainer rank 0$"):
+    with pytest.raises(LayoutError, match=r"'w' has shape \[8, 4\] on rank 0 of a and shape \[8, 5\] on rank 1$"):
         plan_transfer([table((8, 4))], {"a": [table((8, 4)), table((8, 5))]})
     with pytest.raises(
-        LayoutError, match=r"'w' has shape \[8\] on trainer rank 1 but shape \[8, 1\] on trainer rank 0$"
+        LayoutError, match=r"'w' has shape \[8, 1\] on rank 0 of the trainer and shape \[8\] on rank 1$"
     ):
         plan_transfer([table((8, 1)), table((8,))], {"a": [table((8, 1))]})
-    with pytest.raises(LayoutError, match=r"'w' has dtype float32 on a rank 1 but bfloat16 on a lower rank of a$"):
+    with pytest.raises(LayoutError, match=r"'w' has dtype bfloat16 on rank 0 of a and dtype float32 on rank 1$"):
         plan_transfer([table((8, 4))], {"a": [table((8, 4)), table((8, 4), "float32")]})
     with pytest.raises(
-        LayoutError, match=r"'w' has dtype float32 on trainer rank 1 but bfloat16 on a lower rank of the trainer"
+        LayoutError, match=r"'w' has dtype bfloat16 on rank 0 of the trainer and dtype float32 on rank 1$"
     ):
         plan_transfer([table((8, 4)), table((8, 4), "float32")], {"a": [table((8, 4))]})
 

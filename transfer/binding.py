@@ -15,7 +15,7 @@ from weightcast.transfer.columns import lex_sort, ranges
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import DigestRows, Kind
 from weightcast.transfer.regions import Cells, decompose, intersect
-from weightcast.transfer.sides import Side
+from weightcast.transfer.sides import JoinedRanks
 
 __all__ = ["Receives", "bind", "cells_of", "digest_rows", "plan_order"]
 
@@ -39,7 +39,7 @@ class Receives:
     cell: IntArray
 
 
-def cells_of(side: Side, rows: IntArray | None, label: Callable[[int], str]) -> Cells:
+def cells_of(side: JoinedRanks, rows: IntArray | None, label: Callable[[int], str]) -> Cells:
     """The cells of some rows of a side, or of all; `row` counts in the side."""
     if rows is None:
         return decompose(side.tensor, side.offset, side.size, label)
@@ -47,7 +47,7 @@ def cells_of(side: Side, rows: IntArray | None, label: Callable[[int], str]) -> 
     return Cells(cells.key, cells.offset, cells.size, cells.start, rows[cells.row])
 
 
-def bind(side: Side, rows: IntArray | None, cells: Cells, tensors: int, label: Callable[[int], str]) -> Receives:
+def bind(side: JoinedRanks, rows: IntArray | None, cells: Cells, tensors: int, label: Callable[[int], str]) -> Receives:
     """Each rank receives each of its cells once, into the first region that holds it, and copies it into the others.
 
     `rows` are the rows of the side to bind, None for all; `cells` the trainer's, of `tensors` tensors.
@@ -93,7 +93,7 @@ def plan_order(
     return lex_sort([dst_rank, kind, tensor, *offset.T, dst_region])[0]
 
 
-def digest_rows(index: int, side: Side, cells: Cells, number: IntArray | None = None) -> DigestRows:
+def digest_rows(index: int, side: JoinedRanks, cells: Cells, number: IntArray | None = None) -> DigestRows:
     """Every region of an instance, cut into cells where regions overlap partly, ordered by (rank, region, cell).
 
     `number` are the numbers of the cells, if they are not counted from 0.

@@ -17,7 +17,7 @@ from weightcast.transfer.dealing import fill
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.layout import NO_SLOT, IntArray
 from weightcast.transfer.reach import Reach
-from weightcast.transfer.sides import Pair, Side
+from weightcast.transfer.sides import JoinedPair, JoinedRanks
 from weightcast.transfer.sources import Sources
 
 __all__ = ["Expected", "expect", "others_load", "shared_pools", "sums"]
@@ -44,10 +44,10 @@ def shared_pools(pools: Pools) -> IntArray:
 
 
 def expect(
-    pair: Pair,
+    pair: JoinedPair,
     sources: Sources,
     reach: Reach,
-    side: tuple[int, Side],
+    side: tuple[int, JoinedRanks],
     receives: Receives,
     weight: IntArray,
     rows: IntArray | None = None,

@@ -12,7 +12,7 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, DigestRows, TransferPlan
 from weightcast.transfer.regions import overlaps
-from weightcast.transfer.sides import Pair, Side
+from weightcast.transfer.sides import JoinedPair, JoinedRanks
 from weightcast.transfer.tiling import (
     EVERYTHING,
     Scope,
@@ -29,7 +29,7 @@ from weightcast.transfer.tiling import (
 __all__ = ["check_digests"]
 
 
-def check_digests(plan: TransferPlan, pair: Pair, scope: Scope = EVERYTHING) -> None:
+def check_digests(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
     proved: dict[tuple[str, ...], DigestRows] = {}
@@ -60,7 +60,7 @@ def _check_ranges(plan: TransferPlan) -> None:
 class _Side:
     """The digest rows of one side, under proof."""
 
-    def __init__(self, plan: TransferPlan, side: Side, rows: DigestRows, scope: Scope) -> None:
+    def __init__(self, plan: TransferPlan, side: JoinedRanks, rows: DigestRows, scope: Scope) -> None:
         self.plan, self.side, self.rows, self.scope = plan, side, rows, scope
         self.row, known = region_rows(side, rows.rank, rows.region)
         bad = outside(side, self.row, known, (rows.tensor, rows.offset, rows.size))
@@ -85,7 +85,7 @@ class _Side:
             at = int(bad.argmax())
             self._fail(at, f"is in {dtype_name(int(rows.dtype[at]))}, which is not the dtype there")
         self._check_regions(np.arange(len(rows), dtype=np.int64), self.scope.tensors)
-        self._check_cells(self._distinct_cells(), self.scope.wanted(side.held))
+        self._check_cells(self._distinct_cells(), self.scope.wanted(side.holds))
 
     def _distinct_cells(self) -> IntArray:
         """The first row of each cell, proven to be the same box as the others of the cell."""
@@ -98,13 +98,13 @@ class _Side:
             self._fail(at, f"has cell {int(rows.cell[at])}, which is another box on rank {int(rows.rank[first[at]])}")
         return np.flatnonzero(first == np.arange(len(rows)))
 
-    def check_trainer(self, pair: Pair) -> None:
+    def check_trainer(self, pair: JoinedPair) -> None:
         """Equal cells are equal boxes, and cells tile every tensor in each dtype in which an instance has it."""
         distinct = self._distinct_cells()
         wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
         inside = np.arange(wanted.shape[1]) if self.scope.tensors is None else np.flatnonzero(self.scope.tensors)
         for side in pair.instances:
-            held = inside[side.held[inside]]
+            held = inside[side.holds[inside]]
             wanted[side.dtype[held], held] = True
         made = np.bincount(self.rows.dtype, minlength=len(NAMES))
         for dtype in np.flatnonzero(wanted[:, inside].any(axis=1) | (made > 0)).tolist():

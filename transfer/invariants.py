@@ -13,7 +13,7 @@ None of this trusts the planner: it looks at the columns of the plan and at the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -21,11 +21,10 @@ import numpy as np
 from weightcast.transfer.columns import any_column, volumes
 from weightcast.transfer.digest_invariants import check_digests
 from weightcast.transfer.errors import PlanError
-from weightcast.transfer.layout import RegionTable
 from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
 from weightcast.transfer.regions import intersect, overlaps
 from weightcast.transfer.relay_invariants import check_relays
-from weightcast.transfer.sides import Pair, Side, join_sides
+from weightcast.transfer.sides import JoinedPair, JoinedRanks, Ranks, join_pair
 from weightcast.transfer.tiling import (
     EVERYTHING,
     Scope,
@@ -41,14 +40,12 @@ from weightcast.transfer.tiling import (
 __all__ = ["check_joined", "check_plan"]
 
 
-def check_plan(
-    plan: TransferPlan, trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]]
-) -> None:
+def check_plan(plan: TransferPlan, trainer: Ranks, instances: Mapping[str, Ranks]) -> None:
     """Proves the plan for these tables. Raises PlanError naming tensor, instance, rank, region and what is wrong."""
-    check_joined(plan, join_sides(trainer, instances))
+    check_joined(plan, join_pair(trainer, instances))
 
 
-def check_joined(plan: TransferPlan, pair: Pair, scope: Scope = EVERYTHING) -> None:
+def check_joined(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
     """check_plan for tables that are joined already, and for a plan that is only for a part of them."""
     _check_header(plan, pair)
     _check_ranges(plan)
@@ -68,7 +65,7 @@ def check_joined(plan: TransferPlan, pair: Pair, scope: Scope = EVERYTHING) -> N
     check_digests(plan, pair, scope)
 
 
-def _check_header(plan: TransferPlan, pair: Pair) -> None:
+def _check_header(plan: TransferPlan, pair: JoinedPair) -> None:
     for name, rows in (("operations", plan.operations), ("digests", plan.digests)):
         for column in rows.__slots__:
             shape = (len(rows), plan.tensors.width) if column in ("offset", "size") else (len(rows),)
@@ -115,7 +112,9 @@ def _check_ranges(plan: TransferPlan) -> None:
 class _Instance:
     """The operations of one instance, under proof."""
 
-    def __init__(self, plan: TransferPlan, pair: Pair, index: int, side: Side, operations: Operations) -> None:
+    def __init__(
+        self, plan: TransferPlan, pair: JoinedPair, index: int, side: JoinedRanks, operations: Operations
+    ) -> None:
         self.plan, self.pair, self.index, self.side, self.o = plan, pair, index, side, operations
 
     def is_like(self, other: Operations) -> bool:

@@ -116,19 +116,6 @@ class TensorTable:
         """The row of each name."""
         return dict(zip(self.names, range(len(self.names)), strict=True))
 
-    def place_in(self, whole: TensorTable, rows: IntArray) -> None:
-        """Remembers that tensor i is tensor `rows[i]` (T,) of a table of more tensors, here the ranks' joined one.
-
-        Whoever needs to find the tensors of many ranks elsewhere looks up the names of `whole` and not of each rank.
-        """
-        self.__dict__["_place"] = (whole, rows)
-
-    @property
-    def place(self) -> tuple[TensorTable, IntArray] | None:
-        """The table and rows that `place_in` was told last, if any."""
-        place: tuple[TensorTable, IntArray] | None = self.__dict__.get("_place")
-        return place
-
     @cached_property
     def parsed_names(self) -> ParsedNames:
         """Layer, expert and family of each name."""

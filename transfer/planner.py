@@ -7,7 +7,7 @@ other and keeps what did not change.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -22,13 +22,13 @@ from weightcast.transfer.demand import Expected, expect, others_load, sums
 from weightcast.transfer.dtypes import ITEMSIZE
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.invariants import check_joined
-from weightcast.transfer.layout import IntArray, RegionTable
+from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, DigestRows, Kind, Operations, TransferPlan, join_made, join_rows
 from weightcast.transfer.reach import Reach
 from weightcast.transfer.regions import Cells
 from weightcast.transfer.routing import Machine, Needs, route
 from weightcast.transfer.rows import direct_rows, routed_rows
-from weightcast.transfer.sides import Pair, Side, join_sides
+from weightcast.transfer.sides import JoinedPair, JoinedRanks, Ranks, join_pair
 from weightcast.transfer.sources import Sources, find_sources
 from weightcast.transfer.topology import Hosts, Topology
 
@@ -40,8 +40,8 @@ bytes could be shared out in fractions."""
 
 
 def plan_transfer(
-    trainer: Sequence[RegionTable],
-    instances: Mapping[str, Sequence[RegionTable]],
+    trainer: Ranks,
+    instances: Mapping[str, Ranks],
     *,
     check: bool = True,
     required: Collection[str] = (),
@@ -94,7 +94,7 @@ class Made:
     together.
     """
 
-    pair: Pair
+    pair: JoinedPair
     sources: Sources
     reach: Reach
     plan: TransferPlan
@@ -106,12 +106,10 @@ class Made:
     balanced: bool
 
 
-def make_plan(
-    trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]], terms: Terms = _NO_TERMS
-) -> Made:
+def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO_TERMS) -> Made:
     """plan_transfer, with what it worked out on the way."""
     hosts, topology = terms.hosts, terms.topology
-    pair = join_sides(trainer, instances)
+    pair = join_pair(trainer, instances)
     worlds = [side.world for side in pair.instances]
     if hosts is not None:
         hosts.require([pair.trainer.world, *worlds])
@@ -160,16 +158,18 @@ def make_plan(
 class Label:
     """Names a tensor row in the message of an error."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: JoinedPair) -> None:
         self._names = pair.tensors.names
 
     def __call__(self, row: int) -> str:
         return f"tensor {self._names[row % len(self._names)]!r}"
 
 
-def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Collection[str]]) -> dict[str, IntArray]:
+def _required(
+    pair: JoinedPair, required: Collection[str], left_out: Mapping[str, Collection[str]]
+) -> dict[str, IntArray]:
     """Rows of the tensors that each instance has to hold."""
-    unknown = [name for name in required if name not in pair.index]
+    unknown = [name for name in required if name not in pair.tensors.index]
     if unknown:
         raise LayoutError(f"tensor {unknown[0]!r} is required but no rank declares it")
     strangers = set(left_out) - {side.name for side in pair.instances}
@@ -178,7 +178,9 @@ def _required(pair: Pair, required: Collection[str], left_out: Mapping[str, Coll
     rows = {}
     for side in pair.instances:
         exempt = frozenset(left_out.get(side.name, ()))
-        rows[side.name] = np.array([pair.index[name] for name in required if name not in exempt], dtype=np.int64)
+        rows[side.name] = np.array(
+            [pair.tensors.index[name] for name in required if name not in exempt], dtype=np.int64
+        )
     return rows
 
 
@@ -187,7 +189,7 @@ class Asks:
     """What an instance receives: its number and columns, the rows, and the bytes of each send."""
 
     number: int
-    side: Side
+    side: JoinedRanks
     receives: Receives
     weight: IntArray
 
@@ -196,13 +198,13 @@ class Asks:
         return reach.columns(self.number, self.side.rank[self.receives.row[self.receives.sends]])
 
 
-def weights(side: Side, receives: Receives) -> IntArray:
+def weights(side: JoinedRanks, receives: Receives) -> IntArray:
     """Bytes of each send, in the dtype in which it travels."""
     size = np.take(receives.size, receives.sends, axis=0)
     return np.asarray(volumes(size) * ITEMSIZE[side.dtype[receives.tensor[receives.sends]]])
 
 
-def _expected(pair: Pair, sources: Sources, reach: Reach, asks: list[Asks]) -> Expected:
+def _expected(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks]) -> Expected:
     """What all blocks are expected to ask for. Equal instances on hosts with the same holders are looked at once."""
     found: dict[tuple[tuple[str, ...], bytes], Expected] = {}
     each = []
@@ -225,7 +227,7 @@ class Dealt:
     sent: FloatArray
 
 
-def _deal(pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Dealt | None:
+def _deal(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Dealt | None:
     """Sources for all instances, dealt block by block; None where that leaves some rank too much."""
     cell = np.concatenate([one.receives.cell for one in asks])
     column = np.concatenate([one.columns(reach) for one in asks])
@@ -241,7 +243,7 @@ def _deal(pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], others: 
     return Dealt(np.split(entry, ends), asked, sent)
 
 
-def _blocks(pair: Pair, sources: Sources, asks: list[Asks]) -> IntArray:
+def _blocks(pair: JoinedPair, sources: Sources, asks: list[Asks]) -> IntArray:
     """The block of each send of all instances."""
     layers, layer = pair.layers.shape[0], pair.layer[sources.cells.key]
     return np.concatenate([one.number * layers + layer[one.receives.cell] for one in asks])
@@ -261,7 +263,7 @@ def balanced(pools: Pools, asked: FloatArray, sent: FloatArray) -> bool:
 
 
 def _route(
-    pair: Pair, sources: Sources, reach: Reach, asks: list[Asks], dealt: Dealt | None, machine: Machine | None
+    pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], dealt: Dealt | None, machine: Machine | None
 ) -> tuple[Dealt, Operations]:
     """All instances together: boxes cut between holders, and passed on from rank to rank where that is faster than what
     was dealt."""
@@ -314,7 +316,7 @@ def _needs(sources: Sources, reach: Reach, asks: list[Asks]) -> Needs:
     )
 
 
-def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
+def _digests(pair: JoinedPair, sources: Sources, cells: list[Cells]) -> DigestRows:
     trainer = _trainer_digests(pair, sources)
 
     def parts() -> Iterator[DigestRows]:
@@ -330,14 +332,14 @@ def _digests(pair: Pair, sources: Sources, cells: list[Cells]) -> DigestRows:
     return join_made(DigestRows, len(trainer) + sum(one.row.shape[0] for one in cells), parts())
 
 
-def _trainer_digests(pair: Pair, sources: Sources) -> DigestRows:
+def _trainer_digests(pair: JoinedPair, sources: Sources) -> DigestRows:
     """Every cell of a tensor that some instance holds, for each dtype that an instance has it in, on each of its
     holders: data-parallel copies that have drifted apart must be seen, because several of them may be sent.
     """
     cells = sources.cells
     wanted = np.zeros((ITEMSIZE.shape[0], len(pair.tensors)), dtype=np.bool_)
     for side in pair.instances:
-        held = np.flatnonzero(side.held)
+        held = np.flatnonzero(side.holds)
         wanted[side.dtype[held], held] = True
     dtype, cell = np.nonzero(wanted[:, cells.key])
     order, _ = lex_sort([cells.key[cell], dtype, cell])

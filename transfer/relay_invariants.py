@@ -15,13 +15,13 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import Kind, TransferPlan
 from weightcast.transfer.regions import intersect
-from weightcast.transfer.sides import Pair
+from weightcast.transfer.sides import JoinedPair
 from weightcast.transfer.tiling import box_text, region_rows
 
 __all__ = ["check_relays"]
 
 
-def check_relays(plan: TransferPlan, pair: Pair) -> None:
+def check_relays(plan: TransferPlan, pair: JoinedPair) -> None:
     """Raises PlanError for a relay of what its region copies itself, and for relays that wait for each other."""
     o = plan.operations
     relays = np.flatnonzero(o.kind == Kind.RELAY)
@@ -44,7 +44,7 @@ def check_relays(plan: TransferPlan, pair: Pair) -> None:
         _fail(plan, int(relays[stuck[0]]), "waits for a relay that waits for it")
 
 
-def _region_number(pair: Pair, instance: IntArray, rank: IntArray, region: IntArray) -> IntArray:
+def _region_number(pair: JoinedPair, instance: IntArray, rank: IntArray, region: IntArray) -> IntArray:
     """A number for each region of all instances."""
     number = np.empty(instance.shape[0], dtype=np.int64)
     first = 0

@@ -16,7 +16,7 @@ last row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,13 +28,13 @@ from weightcast.transfer.columns import BoolArray, lex_sort, ranges
 from weightcast.transfer.dealing import deal_blocks, turns
 from weightcast.transfer.demand import Expected, expect
 from weightcast.transfer.invariants import check_joined
-from weightcast.transfer.layout import IntArray, RegionTable
+from weightcast.transfer.layout import IntArray
 from weightcast.transfer.parts import BUCKET_BYTES, PlanParts
 from weightcast.transfer.plan import TRAINER, DigestRows, Operations, TransferPlan, join_rows
 from weightcast.transfer.planner import Asks, Dealt, Label, Made, Terms, balanced, loads_of, make_plan, weights
 from weightcast.transfer.regions import Cells
 from weightcast.transfer.rows import direct_rows
-from weightcast.transfer.sides import Side
+from weightcast.transfer.sides import JoinedRanks, Ranks, as_joined
 from weightcast.transfer.tiling import Scope, filled, rows_at, spans
 from weightcast.transfer.topology import Hosts, Topology
 
@@ -93,8 +93,8 @@ class Planner:
 
     def plan(
         self,
-        trainer: Sequence[RegionTable],
-        instances: Mapping[str, Sequence[RegionTable]],
+        trainer: Ranks,
+        instances: Mapping[str, Ranks],
         *,
         check: bool = True,
         required: Collection[str] = (),
@@ -105,22 +105,22 @@ class Planner:
         """The plan for these tables: see `plan_transfer`. Raises what it raises. With a topology, because who passes
         on what depends on all of the plan, it is always made from scratch when anything changed."""
         terms = Terms(check, tuple(required), left_out or {}, hosts, topology)
-        planned = self._again(trainer, instances, check) if terms.key() == self._terms else None
+        sender = as_joined("", trainer)
+        receivers = {name: as_joined(name, ranks, sender.tensors) for name, ranks in instances.items()}
+        planned = self._again(sender, receivers, check) if terms.key() == self._terms else None
         if planned is None:
-            made = make_plan(trainer, instances, terms)
+            made = make_plan(sender, receivers, terms)
             planned = Planned(None, None, made.plan, made)
         self._last, self._terms = planned, terms.key()
         return planned
 
-    def _again(
-        self, trainer: Sequence[RegionTable], instances: Mapping[str, Sequence[RegionTable]], check: bool
-    ) -> Planned | None:
+    def _again(self, trainer: JoinedRanks, instances: Mapping[str, JoinedRanks], check: bool) -> Planned | None:
         """The last plan with what changed bound again, or None where more than the maps of some layers changed."""
         last = self._last
         if last is None:
             return None
         pair = last._made.pair
-        if tuple(table.fingerprint for table in trainer) != pair.trainer.fingerprints:
+        if trainer.fingerprints != pair.trainer.fingerprints:
             return None
         if tuple(instances) != tuple(side.name for side in pair.instances) or not named_by_trainer(pair):
             return None
@@ -159,7 +159,7 @@ class _Bound:
 class _Binder:
     """Binds some layers of the changed instances of a pair."""
 
-    def __init__(self, last: Planned, sides: tuple[Side, ...], changed: list[int], layers: IntArray) -> None:
+    def __init__(self, last: Planned, sides: tuple[JoinedRanks, ...], changed: list[int], layers: IntArray) -> None:
         self._last, self._made, self._changed, self._layers = last, last._made, changed, layers
         self._pair = replace(last._made.pair, instances=sides)
         self._label = Label(self._pair)
@@ -248,7 +248,7 @@ class _Binder:
         own = digests.between(0, int(np.searchsorted(digests.instance, TRAINER, side="right")))
         return own.take(np.flatnonzero(self._tensors[own.tensor]))
 
-    def _bind(self, index: int, side: Side) -> _Bound | None:
+    def _bind(self, index: int, side: JoinedRanks) -> _Bound | None:
         pair, sources, layers = self._pair, self._made.sources, self._layers
         rows = np.flatnonzero(self._tensors[side.tensor])
         own = cells_of(side, rows, self._label)
@@ -279,9 +279,9 @@ class _Binder:
             return None
         return ranges(start[layers], end - begin)
 
-    def _covers(self, own: Cells, old: Side) -> bool:
+    def _covers(self, own: Cells, old: JoinedRanks) -> bool:
         """Whether the instance holds the whole of the tensors of the layers that it held before, and of no others."""
-        wanted = old.held & self._tensors
+        wanted = old.holds & self._tensors
         held = np.zeros_like(wanted)
         held[own.key] = True
         whole = filled(own.key, own.size, wanted.shape[0]) == self._pair.tensors.elements

@@ -10,13 +10,13 @@ from weightcast.transfer.binding import Receives, plan_order
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, Kind, Operations, join_rows
 from weightcast.transfer.routing import Routes
-from weightcast.transfer.sides import Side
+from weightcast.transfer.sides import JoinedRanks
 from weightcast.transfer.sources import Sources
 
 __all__ = ["direct_rows", "routed_rows"]
 
 
-def direct_rows(index: int, side: Side, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
+def direct_rows(index: int, side: JoinedRanks, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
     """What an instance receives whole, from the holders `entry` (sends,) of `Sources.rank`, and copies."""
     rows = _rows(index, side, receives)
     rows.src_instance[receives.sends] = TRAINER
@@ -24,7 +24,7 @@ def direct_rows(index: int, side: Side, receives: Receives, sources: Sources, en
     return rows
 
 
-def routed_rows(index: int, side: Side, receives: Receives, routes: Routes, first: int) -> Operations:
+def routed_rows(index: int, side: JoinedRanks, receives: Receives, routes: Routes, first: int) -> Operations:
     """What an instance receives, whole or in parts, from trainer ranks or passed on, and copies.
 
     The instance's sends are the needs from `first` on.
@@ -43,7 +43,7 @@ def routed_rows(index: int, side: Side, receives: Receives, routes: Routes, firs
     return made.take(plan_order(made.dst_rank, made.kind, made.tensor, made.offset, made.dst_region))
 
 
-def _rows(index: int, side: Side, receives: Receives) -> Operations:
+def _rows(index: int, side: JoinedRanks, receives: Receives) -> Operations:
     """All rows, with the rank that they write as their source."""
     dst_rank = side.rank[receives.row]
     instance = np.full(dst_rank.shape[0], index, dtype=np.int64)

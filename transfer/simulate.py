@@ -5,7 +5,7 @@ The cost model is that of `topology`. It knows bytes and links, no software: it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,10 @@ import numpy as np
 from weightcast.transfer.balance import FloatArray, Pools, level
 from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.dtypes import ITEMSIZE
-from weightcast.transfer.layout import IntArray, RegionTable
+from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import TRAINER, Kind, Operations, TransferPlan
 from weightcast.transfer.regions import decompose, intersect
-from weightcast.transfer.sides import Pair, join_sides
+from weightcast.transfer.sides import JoinedPair, Ranks, join_pair
 from weightcast.transfer.sources import find_sources
 from weightcast.transfer.stages import hops
 from weightcast.transfer.topology import LINK_NAMES, Hosts, Topology, link_bytes, link_seconds
@@ -69,8 +69,8 @@ class Simulation:
 
 def simulate(
     plan: TransferPlan,
-    trainer: Sequence[RegionTable],
-    instances: Mapping[str, Sequence[RegionTable]],
+    trainer: Ranks,
+    instances: Mapping[str, Ranks],
     hosts: Hosts,
     topology: Topology,
 ) -> Simulation:
@@ -91,7 +91,7 @@ def simulate(
         seconds=seconds,
         rank_seconds=seconds.max(axis=0) + rank_hops * topology.latency_us * 1e-6,
         hops=int(rank_hops.max(initial=0)),
-        bounds=tuple(sorted(_bounds(plan, join_sides(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
+        bounds=tuple(sorted(_bounds(plan, join_pair(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
     )
 
 
@@ -104,7 +104,7 @@ def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
     return most
 
 
-def _bounds(plan: TransferPlan, pair: Pair, hosts: Hosts, topology: Topology) -> list[Bound]:
+def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topology) -> list[Bound]:
     """What any plan needs whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
 
     Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
@@ -156,7 +156,7 @@ def _bounds(plan: TransferPlan, pair: Pair, hosts: Hosts, topology: Topology) ->
     return bounds
 
 
-def _once(moved: Operations, code: IntArray, pair: Pair, hosts: Hosts, topology: Topology) -> float:
+def _once(moved: Operations, code: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology) -> float:
     """The least that the busiest NIC sends if all that is needed away from the trainer's hosts leaves them once.
 
     A box leaves by a NIC of a host on which a trainer rank holds it: by that rank's, or by one of an instance's rank

@@ -14,7 +14,7 @@ from weightcast.transfer.columns import lex_sort, ranges, volumes
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.pieces import between_slices, boxes_of_runs
 from weightcast.transfer.regions import Cells, decompose
-from weightcast.transfer.sides import Side
+from weightcast.transfer.sides import JoinedRanks
 
 __all__ = ["Dealt", "Pools", "Sources", "deal", "deal_boxes", "find_sources", "pool_sets"]
 
@@ -41,7 +41,7 @@ class Sources:
     pools: Pools
 
 
-def find_sources(trainer: Side, label: Callable[[int], str]) -> Sources:
+def find_sources(trainer: JoinedRanks, label: Callable[[int], str]) -> Sources:
     """Cells of the trainer's regions over all its ranks. A rank with several regions of a cell gives the
     first."""
     cells = decompose(trainer.tensor, trainer.offset, trainer.size, label)

@@ -11,7 +11,7 @@ from weightcast.transfer.columns import BoolArray, volumes
 from weightcast.transfer.layout import IntArray
 from weightcast.transfer.plan import Rows
 from weightcast.transfer.regions import overlaps
-from weightcast.transfer.sides import Side
+from weightcast.transfer.sides import JoinedRanks
 
 __all__ = [
     "EVERYTHING",
@@ -46,7 +46,7 @@ class Scope:
 EVERYTHING = Scope()
 
 
-def region_rows(side: Side, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
+def region_rows(side: JoinedRanks, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
     """Row of each (rank, region) of a side, and which of them exist; row 0 for those that do not."""
     known = (rank >= 0) & (rank < side.world) & (region >= 0)
     safe = np.where(known, rank, 0)
@@ -55,7 +55,9 @@ def region_rows(side: Side, rank: IntArray, region: IntArray) -> tuple[IntArray,
     return np.where(known, row, 0), known
 
 
-def outside(side: Side, row: IntArray, known: BoolArray, boxes: tuple[IntArray, IntArray, IntArray]) -> BoolArray:
+def outside(
+    side: JoinedRanks, row: IntArray, known: BoolArray, boxes: tuple[IntArray, IntArray, IntArray]
+) -> BoolArray:
     """Which boxes (tensor, offset, size) are not inside the region of their row, or are of another tensor."""
     tensor, offset, size = boxes
     if not len(side):
@@ -69,7 +71,7 @@ def outside(side: Side, row: IntArray, known: BoolArray, boxes: tuple[IntArray, 
 
 
 def tiling_fault(
-    side: Side, row: IntArray, offset: IntArray, size: IntArray, wanted: BoolArray | None = None
+    side: JoinedRanks, row: IntArray, offset: IntArray, size: IntArray, wanted: BoolArray | None = None
 ) -> tuple[tuple[int, int] | None, int | None]:
     """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is.
 
