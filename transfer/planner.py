@@ -1,6 +1,6 @@
 """Makes a transfer plan from the tables of both sides. Pure: no torch, no I/O, equal input gives an equal plan.
 
-How, and why so: docs/architecture.md, "How a plan is made". `weightcast.transfer.replan` makes plans one after the
+How, and why so: docs/planning.md. `weightcast.transfer.replan` makes plans one after the
 other and keeps what did not change.
 """
 
