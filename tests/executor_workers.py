@@ -360,8 +360,8 @@ def feed_two_instances(rank: int, world: int, _: int, port: int, stuck: bool) ->
 
     In the second update rollout-0 dies, or it gets stuck until all is over.
     """
-    # More than sockets take whose other end nobody reads.
-    shape = 8, 1 << 21
+    # More than sockets take whose other end nobody reads: Linux lets both ends grow to 36 MiB here.
+    shape = 8, 3 << 20
     sources = [Piece("w", shape, (0, 0), torch.zeros(shape)), Piece("b", (), (), torch.zeros(()))]
     targets = [Piece(p.name, p.shape, p.offset, torch.zeros(p.shape, dtype=torch.bfloat16)) for p in sources]
     trainer, instance = describe_pieces(sources), describe_pieces(targets)

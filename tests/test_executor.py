@@ -71,14 +71,14 @@ def test_an_instance_that_is_stuck_is_named_and_does_not_hold_up_another(store_p
     assert alive == [("rollout-1 1", 2.0), ("rollout-1 2", 4.0), ("rollout-1 3", 6.0)]
     said = re.fullmatch(
         r"rollout-0 2: rollout-0: trainer rank 0 waited 3 s and still misses rollout-0 rank 0 \((\d+) bytes to send\) "
-        r"in round (\d+) of 17, (\d+) bytes in later rounds",
+        r"in round (\d+) of 25, (\d+) bytes in later rounds",
         trainer[2][0],
     )
     assert said is not None, trainer[2][0]
     missing, number, later = map(int, said.groups())
     message = 2 << 20
     assert 0 < missing <= message
-    assert later == (17 - number) * message
+    assert later == (25 - number) * message
     assert 2.5 < trainer[2][1] < 30.0
 
 
