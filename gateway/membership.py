@@ -217,7 +217,7 @@ class Joining:
             if self._abandoned:
                 return
             self._abandoned = True
-            self._error = self._error or PairStateError("joining was given up; another connect has taken its place")
+            self._error = self._error or PairStateError("joining was given up: nobody waits for it any longer")
             if self._member is not None:
                 self._member.close()
         self.deadline.cut()
