@@ -30,6 +30,7 @@ from weightcast.transfer.errors import (
     DisplacedError,
     InputError,
     PairStateError,
+    UnregisteredError,
     VersionError,
     WeightcastError,
 )
@@ -268,9 +269,7 @@ class Instance(Side):
 
     def _process(self, identity: str) -> str:
         """A process in words: its number and host, and when it was first heard of by this gateway."""
-        host, number, _ = parts if len(parts := identity.rsplit("~", 2)) == 3 else ("", "", "")
-        since = self._since.get(identity, "before the gateway started")
-        return f"process {number} on {host} (since {since})" if host else f"process {identity!r} (since {since})"
+        return f"{_process_name(identity)} (since {self._since.get(identity, 'before the gateway started')})"
 
     def _takes(self, rank: int, identity: str) -> str:
         """A process is a rank: the last one that says so displaces the one before, for good, and is told here in words.
@@ -353,11 +352,17 @@ class Instance(Side):
             self.hear(rank, time.monotonic())
 
     async def beat(self, rank: int, identity: str) -> None:
-        """A rank lives. One with another identity than it registered with started anew."""
+        """A rank lives. Raises UnregisteredError for a process other than the one that registered for the rank: an
+        engine of the pair that had this name before beats on, and a beat alone takes no place.
+        """
         check_rank(self.name, rank, self.world, self.pair)
         self.check_process(identity)
-        if rank in self.reports and self.identities[rank] != identity:
-            await self.restarted(rank, identity)
+        registered = self.identities.get(rank)
+        if rank in self.reports and registered is not None and registered != identity:
+            raise UnregisteredError(
+                f"{self.name} rank {rank} is {self._process(registered)}; {_process_name(identity)} has not registered "
+                "for it since the pair was made; its beats do not count"
+            )
         if self.hear(rank, time.monotonic()):
             log.info("rank %d is heard again", rank, extra={"pair": self.pair, "instance": self.name, "rank": rank})
             self.notify()
@@ -490,6 +495,12 @@ class Instance(Side):
 def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:
     """The ranks of 0..world-1 that are not in `present`."""
     return ", ".join(str(rank) for rank in range(world) if rank not in present)
+
+
+def _process_name(identity: str) -> str:
+    """The number and host of a process, as its identity tells them."""
+    parts = identity.rsplit("~", 2)
+    return f"process {parts[1]} on {parts[0]}" if len(parts) == 3 else f"process {identity!r}"
 
 
 def check_rank(who: str, rank: int, world: int, pair: str) -> None:

@@ -23,7 +23,7 @@ from weightcast.gateway.incarnations import HEADER
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.pool import Gateway
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import InputError, UnregisteredError
 
 QUICK = {"heartbeat": 0.1, "silence": 0.4}
 
@@ -137,14 +137,21 @@ def test_a_trainer_rank_that_falls_silent_ends_all_that_waits_for_it() -> None:
     asyncio.run(run())
 
 
-def test_a_process_that_started_anew_is_known_by_its_beat() -> None:
+def test_a_beat_of_a_process_that_has_not_registered_takes_no_place() -> None:
+    """As an engine of the pair that had the name before: it beats on, and is no sign that the rank lives."""
+
     async def run() -> None:
-        play = await connected(A)
+        play = await connected(A, **QUICK)
+        gateway = await listening(play)
         await play.engine.instance.beat(1, "")
-        assert play.engine.instance.serves
-        await play.engine.instance.beat(1, "another process")
-        assert play.state() == (Phase.FAILED, 1, True)
-        assert "rollout-0 rank 1 started anew" in play.engine.instance.record.reason
+        for _ in range(3):
+            with pytest.raises(UnregisteredError, match=r"rollout-0 rank 1 is .*; process 7 on elsewhere .* beats"):
+                await play.engine.instance.beat(1, "elsewhere~7~x")
+            assert play.engine.instance.serves
+        await until_silent(play)
+        await gateway.close()
+
+    asyncio.run(run())
 
     asyncio.run(run())
 

@@ -164,7 +164,7 @@ class DisplacedError(ControlError):
 
 
 class UnregisteredError(ControlError):
-    """A trainer rank that has not registered since the gateway was started, or since its pair was made."""
+    """A rank, or a process of it, that has not registered since the gateway was started, or since its pair was made."""
 
 
 class AuthorizationError(ControlError):
