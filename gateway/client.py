@@ -162,13 +162,16 @@ class GatewayClient:
             return response
         raise _error_of(response, f"gateway {self.url}: {method} {path}")
 
-    def _poll(self, path: str, deadline: float, what: str, **parameters: str) -> httpx.Response:
+    def _poll(
+        self, path: str, deadline: float, what: str, *, method: str = "GET", json: object = None, **parameters: str
+    ) -> httpx.Response:
         """Long-polls until the answer is not 204. `deadline` is a `time.monotonic()`."""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineError(f"gateway {self.url}: {what} did not come in time")
-            response = self._call("GET", path, params={"wait": min(self._longest_poll, left), **parameters})
+            params = {"wait": min(self._longest_poll, left), **parameters}
+            response = self._call(method, path, params=params, json=json)
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
 
@@ -238,12 +241,15 @@ class GatewayClient:
         """Makes the gateway connect the instances of a pair."""
         self._call("POST", f"/pairs/{pair}/connect")
 
-    def offer(self, pair: str, rank: int, version: int) -> str | None:
+    def offer(self, pair: str, rank: int, version: int, deadline: float) -> str | None:
         """Says that a trainer rank is ready to send a version; the first rank's offer starts the update. Returns which
         life of the pair has taken it; None when it does not know the rank, as after a restart: register first.
+
+        An update that this rank has given up ends first.
         """
+        path, body = f"/pairs/{pair}/trainer/{rank}/offers", {"version": version}
         try:
-            answer = self._call("POST", f"/pairs/{pair}/trainer/{rank}/offers", json={"version": version}).json()
+            answer = self._poll(path, deadline, "the end of the update before", method="POST", json=body).json()
         except UnregisteredError:
             return None
         return str(answer["boot"])

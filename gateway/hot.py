@@ -269,8 +269,8 @@ def _trainer(routes: _Routes) -> None:
     @routes.add("POST", _TRAINER + "/offers", Speaker.TRAINER)
     async def offer(asked: Asked) -> Reply:
         pair, body = routes.pair(asked), await asked.json(OfferBody)
-        await gateway.offer(asked.path["name"], asked.whole("rank"), body.version)
-        return json_reply({"boot": pair.boot})
+        taken = await gateway.offer(asked.path["name"], asked.whole("rank"), body.version, asked.wait())
+        return json_reply({"boot": pair.boot}) if taken else NOTHING
 
     @routes.add("GET", "/pairs/{name}/updates/{version}/instances", Speaker.TRAINER)
     async def begun(asked: Asked) -> Reply:

@@ -130,11 +130,15 @@ class Gateway:
             task = self._spawn(coordinator.connect(pair, pair.generation, self.host, self.port))
             self._connecting[name] = (pair.generation, task)
 
-    async def offer(self, name: str, rank: int, version: int) -> None:
-        """A trainer rank offers a version; the first one starts the update, which waits for the others."""
+    async def offer(self, name: str, rank: int, version: int, wait: float) -> bool:
+        """A trainer rank offers a version; the first one starts the update, which waits for the others. False when the
+        update that this rank has given up does not end within `wait` seconds.
+        """
         pair = self.pair(name)
-        if await pair.offer(rank, version):
+        first = await pair.offer(rank, version, wait)
+        if first:
             self._spawn(transaction.update(pair, version, self.host, self.port))
+        return first is not None
 
     def _is_connecting(self, name: str) -> bool:
         return name in self._connecting and not self._connecting[name][1].done()

@@ -242,8 +242,10 @@ class Pair(Side):
         """The version that the instances are being updated to."""
         return self._under_way[0] if self._under_way is not None else None
 
-    async def offer(self, rank: int, version: int) -> bool:
-        """A trainer rank is ready to send `version`; True for the first. Raises VersionError if it may not be."""
+    async def offer(self, rank: int, version: int, wait: float = 0.0) -> bool | None:
+        """A trainer rank is ready to send `version`; True for the first. None while an update that ends has not ended
+        within `wait` seconds: then nothing was offered. Raises VersionError if it may not be.
+        """
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         if version < 0:
             raise VersionError(f"pair {self.spec.name}: version {version} is negative")
@@ -255,8 +257,8 @@ class Pair(Side):
         before = self.offers.get(rank, version)
         if before != version:
             self._given_up(ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {before}"))
-        if self.conflict is not None:  # an update that ends for it takes its offers along
-            await self.poll(lambda: not self.offers, self.spec.settings.clean_up)
+        if self.conflict is not None and not await self.poll(lambda: not self.offers, wait):
+            return None  # an update that ends for it takes its offers along
         others = {v for v in self.offers.values() if v != version}
         if others:
             error = VersionError(
@@ -291,6 +293,10 @@ class Pair(Side):
             min(self.spec.settings.offer, deadline.left),
             lambda: f"trainer ranks {absent(self.offers, world)} did not offer version {version}",
         )
+        self.check_wanted()
+
+    def check_wanted(self) -> None:
+        """Raises why the trainer no longer waits for the update that it offered: a rank gave it up, or is silent."""
         if self.conflict is not None:
             raise self.conflict
         if self.silent:

@@ -205,6 +205,7 @@ class _Update:
         pair, instance = self._pair, self._instance
         if pair.acting != pair.generation:
             raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
+        pair.check_wanted()  # a connect forgets what the instance was told to stop for
         if instance.record.phase is Phase.CONNECTED and instance.failure is None:
             return
         before = instance.layout

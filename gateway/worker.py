@@ -164,10 +164,11 @@ class TrainerWorker:
             )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
             self._rebind(layout)
-        boot = self._client.offer(self._pair, self._rank, version)
+        deadline = time.monotonic() + self._waits.gateway
+        boot = self._client.offer(self._pair, self._rank, version, deadline)
         if boot is None:
             self._register(layout, resumes=True)  # the gateway was restarted, or the pair created again
-            boot = self._client.offer(self._pair, self._rank, version) or ""
+            boot = self._client.offer(self._pair, self._rank, version, deadline) or ""
         deadline = time.monotonic() + self._waits.gateway
         # While the others offer, the engines pause and their ranks get ready.
         parts = [member.part for member in self._members.values()]

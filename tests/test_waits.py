@@ -27,10 +27,11 @@ from plain_support import Piece, PlainSink
 
 from weightcast.gateway import transaction
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+from weightcast.gateway.instance import Instance
 from weightcast.gateway.instance_worker import InstanceWorker
 from weightcast.gateway.pairs import Phase
 from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.errors import EngineError, TransferError, UpdateError
+from weightcast.transfer.errors import DeadlineError, EngineError, TransferError, UpdateError
 
 OUTAGE = 3.0
 SPARE = 12.0
@@ -298,6 +299,38 @@ def test_an_update_behind_a_connect_that_hangs_is_decided() -> None:
             await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
         reason = play.pair.results[2][A].reason
         assert reason == "pair main: it was still being connected 0.5 s after the first offer"
+        assert (await play.update(3)).committed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_update_that_the_trainer_left_before_its_first_step_connects_nobody(silent: bool) -> None:
+    """What an instance is told to stop for is forgotten by its next connect, which would wait for the trainer."""
+
+    async def run() -> None:
+        play = await connected(A, join=60.0)
+        begin = play.pair.begin
+
+        async def left(version: int) -> list[Instance]:
+            members = await begin(version)
+            if silent:
+                play.pair.silent = (0,)
+                play.pair.instances[A].stop(DeadlineError(play.pair.silence()))
+            else:
+                assert await play.pair.offer(0, 3) is None, "version 2 is still under way"
+            return members
+
+        play.pair.begin = left  # type: ignore[method-assign]
+        for rank in range(2):
+            await play.pair.offer(rank, 2)
+        play.engine.calls.clear()
+        ranks = [trainer.follow("end") for trainer in play.trainers]
+        await asyncio.wait_for(asyncio.gather(transaction.update(play.pair, 2, "127.0.0.1", 1), *ranks), SPARE)
+        reason = play.pair.results[2][A].reason
+        assert ("were not heard from" if silent else "trainer rank 0 gave up version 2") in reason
+        assert "connect" not in play.engine.calls
+        play.pair.begin, play.pair.silent = begin, ()  # type: ignore[method-assign]
         assert (await play.update(3)).committed
 
     asyncio.run(run())
