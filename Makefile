@@ -36,7 +36,7 @@ demo: setup
 	$(BIN)/weightcast demo $(DEMO_ARGS)
 
 demo-megatron: setup
-	$(BIN)/weightcast demo --trainer megatron --trainer-prelude tests/megatron_cpu.py $(DEMO_ARGS)
+	$(BIN)/weightcast demo --trainer megatron --trainer-prelude tests/support/megatron_cpu.py $(DEMO_ARGS)
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from weightcast.transfer.dtypes import ITEMSIZE, SAFETENSORS, dtype_code
 from weightcast.transfer.errors import LayoutError
-from weightcast.transfer.layout import TensorSpec
+from weightcast.transfer.layout.dtypes import ITEMSIZE, SAFETENSORS, dtype_code
+from weightcast.transfer.layout.tables import TensorSpec
 
 __all__ = ["INDEX", "MAX_HEADER_BYTES", "StoredTensor", "read_headers", "stored_tensors"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed
 
-from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.plan import RankPart
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.operations import RankPart
 
 __all__ = ["awex_update", "version"]
 

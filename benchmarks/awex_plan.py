@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from weightcast.transfer.layout import RankReport
+from weightcast.transfer.layout.tables import RankReport
 
 HOW_TO_GET_IT = "pip install --no-deps --target DIR -r requirements/bench.txt, then --awex DIR"
 

@@ -30,12 +30,12 @@ from bench_handover import measure as measure_handover
 from bench_transfer import CASES, peak_bytes, prepared
 from turns import Turns, by_turns, percent, times
 
+from weightcast.transfer.colocated.host_memory import share_memory
+from weightcast.transfer.colocated.peers import here, meet_neighbours
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor
-from weightcast.transfer.neighbours import here, meet_neighbours
+from weightcast.transfer.transports.process_group import TorchGroup
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
-from weightcast.transfer.transports.shared_memory import share_memory
-from weightcast.transfer.transports.torch_group import TorchGroup
 
 WAYS = ("Gloo", "staged", "in place")
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from weightcast.transfer.endpoints import Source
+from weightcast.transfer.protocols import Source
 
 LAYERS, EXPERTS, VOCABULARY = 94, 128, 151936
 """Of Qwen3-235B-A22B."""
@@ -29,7 +29,7 @@ def fsdp() -> tuple[str, Source]:
     from torch.distributed.fsdp import fully_shard
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from weightcast.adapters.fsdp import FsdpSource
+    from weightcast.adapters.fsdp.source import FsdpSource
 
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=64)
     config = Qwen3MoeConfig(
@@ -52,7 +52,7 @@ def megatron() -> tuple[str, Source]:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from weightcast.adapters.megatron import MegatronSource
+    from weightcast.adapters.megatron.source import MegatronSource
 
     mesh = {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=32)

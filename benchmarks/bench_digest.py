@@ -20,11 +20,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from weightcast.transfer.digest import digest
-from weightcast.transfer.digesting import Digester
-from weightcast.transfer.dtypes import dtype_code, from_torch
-from weightcast.transfer.layout import LayoutBuilder
-from weightcast.transfer.verification import Sample
+from weightcast.transfer.digest.definition import digest
+from weightcast.transfer.digest.digester import Digester
+from weightcast.transfer.layout.dtypes import dtype_code, from_torch
+from weightcast.transfer.layout.memory import LayoutBuilder
+from weightcast.transfer.plan.verification import Sample
 
 SHAPES = ((7168, "rows of 7168"), (2048, "rows of 2048"), (128, "rows of 128"))
 

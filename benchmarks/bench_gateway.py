@@ -28,14 +28,14 @@ import numpy as np
 import uvloop
 
 from weightcast.gateway.client import TOKEN_VARIABLE
-from weightcast.gateway.guard import MSGPACK
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.tokens import make_token
-from weightcast.transfer import wire
-from weightcast.transfer.layout import RankReport, Region, RegionTable, TensorSpec
-from weightcast.transfer.plan import RankPart
-from weightcast.transfer.residues import PRIME
-from weightcast.transfer.wire import DigestReport
+from weightcast.gateway.server.tokens import make_token
+from weightcast.transfer.digest.residues import PRIME
+from weightcast.transfer.layout.tables import RankReport, Region, RegionTable, TensorSpec
+from weightcast.transfer.plan.digest_report import DigestReport
+from weightcast.transfer.plan.operations import RankPart
+from weightcast.transfer.wire import messages as wire
+from weightcast.transfer.wire.messages import MSGPACK
 
 WAIT = 20
 

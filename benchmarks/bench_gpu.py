@@ -18,18 +18,18 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digesting import digest_rows
+from weightcast.transfer.digest.digester import digest_rows
+from weightcast.transfer.exchange.schedule import Schedule, make_schedule
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.rounds import Schedule, make_schedule
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.planner.planner import plan_transfer
+from weightcast.transfer.transports.process_group import TorchGroup
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
-from weightcast.transfer.transports.torch_group import TorchGroup
 
 BUCKET_BYTES = 512 << 20
 EXPERTS = 128

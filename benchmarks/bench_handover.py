@@ -31,22 +31,22 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_transfer import peak_bytes
 from plain_support import Piece, describe_pieces
 from spawn_support import free_port
 from turns import Turns, by_turns, times
 
+from weightcast.transfer.colocated.host_memory import share_memory
+from weightcast.transfer.colocated.peers import find_neighbours
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.neighbours import find_neighbours
-from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.planner.planner import plan_transfer
+from weightcast.transfer.transports.choose import join_group
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
-from weightcast.transfer.transports.shared_memory import share_memory
 
 HIDDEN, INTERMEDIATE, EXPERTS = 1024, 512, 32
 BUCKET_BYTES = 64 << 20

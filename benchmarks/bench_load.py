@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import sglang_support as support
 from plain_support import Piece, describe_pieces
 from sglang_models import CONFIGS, QWEN3_MOE, read_tensors, write_checkpoint
@@ -35,14 +35,15 @@ from sglang_nest import Nest
 from spawn_support import free_port
 from turns import by_turns, times
 
-from weightcast.gateway.merge import merge_instance, merge_trainer
+from weightcast.gateway.layouts.merge import merge_instance, merge_trainer
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digesting import digest_rows
+from weightcast.transfer.digest.digester import digest_rows
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.layout import RankLayout, RankReport
-from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.transports.group import join_group
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.planner.planner import plan_transfer
+from weightcast.transfer.transports.choose import join_group
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
 
 TRAINERS, INSTANCES, EP = 2, ("rollout-0", "rollout-1"), 2

@@ -39,16 +39,16 @@ import awex_plan
 import numpy as np
 from plan_layouts import instance_reports, random_maps, same_rank_pairs, trainer_reports
 
-from weightcast.gateway.heap import keep_freed_memory
-from weightcast.gateway.merge import merge_instance, merge_trainer
-from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.plan import Kind, TransferPlan
-from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.replan import Planned, Planner
-from weightcast.transfer.shapes import MODELS, ModelShape
-from weightcast.transfer.sides import JoinedRanks
-from weightcast.transfer.summary import traffic_of
-from weightcast.transfer.wire import decode_part, decode_report, encode_part, encode_report
+from weightcast.gateway.layouts.merge import merge_instance, merge_trainer
+from weightcast.gateway.server.heap import keep_freed_memory
+from weightcast.offline.models import MODELS, ModelShape
+from weightcast.transfer.layout.joined import JoinedRanks
+from weightcast.transfer.plan.operations import Kind, TransferPlan
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.plan.traffic import traffic_of
+from weightcast.transfer.planner.planner import plan_transfer
+from weightcast.transfer.planner.replan import Planned, Planner
+from weightcast.transfer.wire.messages import decode_part, decode_report, encode_part, encode_report
 
 T = TypeVar("T")
 Sides = dict[str, JoinedRanks]

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from turns import Turns
 
-from weightcast.adapters.plain import PlainSource
+from weightcast.adapters.unsharded import PlainSource
 from weightcast.cluster.ray_actors import RankActor, spawn
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.instance_worker import InstanceWorker
-from weightcast.gateway.ray_actor import start_gateway
-from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.layout import LayoutBuilder, RankLayout
+from weightcast.gateway.ranks.instance import InstanceWorker
+from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast.gateway.server.ray_actor import start_gateway
+from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 
 PAIR, INSTANCE, TRAINERS = "main", "rollout-0", 2
 ADDRESS = "127.0.0.1"

@@ -34,7 +34,7 @@ import torch
 import torch.distributed
 import torch.multiprocessing
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from awex_peer import awex_update
 from awex_peer import version as awex_version
 from bench_load import measure as measure_load
@@ -42,15 +42,15 @@ from plain_support import Piece, describe_pieces
 from turns import by_turns, percent, times
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digesting import Digester
+from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.executor import Executor, member_labels
-from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.parts import PlanParts
-from weightcast.transfer.plan import RankPart
-from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.transports.group import BACKENDS, join_group
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.operations import RankPart
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.plan.verification import Sample
+from weightcast.transfer.planner.planner import plan_transfer
+from weightcast.transfer.transports.choose import BACKENDS, join_group
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
-from weightcast.transfer.verification import Sample
 
 DTYPE = torch.bfloat16
 Layout = Callable[[int, bool], list[Piece]]

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from weightcast.transfer.layout import NO_SLOT, LayoutBuilder, LayoutNotes, RankLayout
-from weightcast.transfer.placement import ExpertPlacement, RankPlacement
+from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
+from weightcast.transfer.layout.placement import ExpertPlacement, RankPlacement
+from weightcast.transfer.layout.tables import NO_SLOT, LayoutNotes
 
 LAYERS, EXPERTS = 2, 4
 W, E = (64, 32), (16, 24)

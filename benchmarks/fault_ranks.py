@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from fault_model import Seen, Sink, Source, fill
 
-from weightcast.gateway.instance_worker import InstanceWorker
-from weightcast.gateway.membership import Member
-from weightcast.gateway.worker import TrainerWorker
+from weightcast.gateway.ranks.instance import InstanceWorker
+from weightcast.gateway.ranks.membership import Member
+from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast.transfer.copy.runs import MemoryAt
 from weightcast.transfer.errors import PairStateError, WeightcastError
-from weightcast.transfer.runs import MemoryAt
 
 __all__ = ["PAIR", "run_engine", "run_trainer"]
 

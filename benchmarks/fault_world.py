@@ -19,7 +19,7 @@ import fault_ranks
 from fault_model import INSTANCES, TRAINERS, Seen, expected
 
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.tokens import make_token
+from weightcast.gateway.server.tokens import make_token
 from weightcast.transfer.errors import WeightcastError
 
 __all__ = ["SETTINGS", "HungError", "Process", "World"]
@@ -125,7 +125,7 @@ class World:
         self._context = get_context("forkserver")
         # Imported once and inherited by all: torch alone takes seconds.
         self._context.set_forkserver_preload(
-            ["torch", "fault_ranks", "weightcast.cli", "uvicorn", "weightcast.gateway.app"]
+            ["torch", "fault_ranks", "weightcast.cli", "uvicorn", "weightcast.gateway.server.app"]
         )
         self._work, self._commit, self._bucket_bytes = work, commit, bucket_bytes
         self._settings, self._remembers, self._options = settings, remembers, options

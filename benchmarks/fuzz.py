@@ -33,20 +33,19 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from weightcast.gateway.app import make_app
-from weightcast.gateway.engines import EngineSpec
-from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.merge import merge_instance, merge_trainer
-from weightcast.gateway.pool import Gateway
-from weightcast.gateway.records import PairSpec
+from weightcast.gateway.layouts.merge import merge_instance, merge_trainer
+from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.server.app import make_app
+from weightcast.gateway.server.tokens import Tokens
 from weightcast.gateway.settings import Settings
-from weightcast.gateway.tokens import Tokens
-from weightcast.transfer import wire
 from weightcast.transfer.errors import WeightcastError
-from weightcast.transfer.layout import LayoutNotes, RankReport, Region, RegionTable, TensorSpec
-from weightcast.transfer.placement import ExpertPlacement, RankPlacement
-from weightcast.transfer.wire import DigestReport
+from weightcast.transfer.layout.placement import ExpertPlacement, RankPlacement
+from weightcast.transfer.layout.tables import LayoutNotes, RankReport, Region, RegionTable, TensorSpec
+from weightcast.transfer.plan.digest_report import DigestReport
+from weightcast.transfer.wire import messages as wire
+from weightcast.transfer.wire.messages import MSGPACK
 
 TOKEN = "fuzz-fuzz-fuzz-fuzz"
 START = "a.1"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from weightcast.transfer.layout import LayoutNotes, RankReport, RegionTable
-from weightcast.transfer.placement import ExpertPlacement, RankPlacement
-from weightcast.transfer.shapes import ModelShape, instance_tables, trainer_tables
+from weightcast.offline.models import ModelShape, instance_tables, trainer_tables
+from weightcast.transfer.layout.placement import ExpertPlacement, RankPlacement
+from weightcast.transfer.layout.tables import LayoutNotes, RankReport, RegionTable
 
 RANKS_PER_HOST = 8
 

@@ -16,7 +16,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
 
-from weightcast.adapters.fsdp import FsdpSource
+from weightcast.adapters.fsdp.source import FsdpSource
 from weightcast.transfer.errors import DescribeError
 
 SMALLER = {

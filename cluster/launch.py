@@ -9,19 +9,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.cluster.placement import give_back
+from weightcast.cluster.placement_group import give_back
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
 from weightcast.cluster.trainer_ranks import kept_spec, start_trainer
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.ray_actor import (
-    NAMESPACE,
-    WORKER_VARIABLE,
-    find_actor,
-    start_gateway,
-    stop_gateway,
-    worker_token,
-)
+from weightcast.gateway.ray_address import NAMESPACE, find_actor
+from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
 

@@ -18,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from weightcast.adapters.sglang_plugin import ADDRESS_VARIABLE
+from weightcast.adapters.sglang.plugin import ADDRESS_VARIABLE
+from weightcast.cluster.die_with_parent import tethered
 from weightcast.cluster.processes import end_process, start_process, wait_up
-from weightcast.cluster.tether import tethered
-from weightcast.gateway.hosts import HOST_VARIABLE, host_name
-from weightcast.gateway.ray_actor import NAMESPACE, find_actor, http_address
+from weightcast.gateway.ranks.host import HOST_VARIABLE, host_name
+from weightcast.gateway.ray_address import NAMESPACE, find_actor, http_address
 from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
 __all__ = ["CONNECTED", "EngineActor", "Launch", "RankActor", "answered", "spawn", "stop_actor"]

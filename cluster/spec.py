@@ -48,10 +48,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from weightcast.gateway.ray_actor import NAME
+from weightcast.gateway.ray_address import NAME
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import InputError, LayoutError
-from weightcast.transfer.topology import Topology
+from weightcast.transfer.planner.topology import Topology
 
 __all__ = ["ClusterSpec", "GatewaySpec", "InstanceSpec", "TrainerSpec", "read_spec"]
 

@@ -6,12 +6,12 @@ import os
 from importlib import import_module
 from typing import Any, Protocol
 
-from weightcast.adapters.plain import CheckpointSource
+from weightcast.adapters.unsharded import CheckpointSource
 from weightcast.cluster.ray_actors import CONNECTED
 from weightcast.cluster.spec import ClusterSpec, TrainerSpec
-from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.endpoints import Source
+from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import InputError, WeightcastError
+from weightcast.transfer.protocols import Source
 
 __all__ = ["serve"]
 

@@ -6,11 +6,11 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from weightcast.cluster.placement import give_back, reserve
+from weightcast.cluster.placement_group import give_back, reserve
 from weightcast.cluster.ray_actors import CONNECTED, RankActor, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
 from weightcast.gateway.client import TOKEN_VARIABLE
-from weightcast.gateway.ray_actor import find_actor
+from weightcast.gateway.ray_address import find_actor
 from weightcast.transfer.errors import ControlError, EngineError
 
 __all__ = ["kept_spec", "start_trainer", "trainer_name", "update"]

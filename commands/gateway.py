@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weightcast.transfer.errors import ControlError, InputError
 
 if TYPE_CHECKING:
-    from weightcast.gateway.tokens import Tokens
+    from weightcast.gateway.server.tokens import Tokens
 
 __all__ = ["add"]
 
@@ -46,12 +46,12 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from weightcast.gateway.app import make_app
-    from weightcast.gateway.heap import keep_freed_memory
-    from weightcast.gateway.logs import set_up
-    from weightcast.gateway.pool import Gateway
-    from weightcast.gateway.serving import make_server
-    from weightcast.gateway.store import Store
+    from weightcast.gateway.control.gateway import Gateway
+    from weightcast.gateway.control.store import Store
+    from weightcast.gateway.server.app import make_app
+    from weightcast.gateway.server.heap import keep_freed_memory
+    from weightcast.gateway.server.logs import set_up
+    from weightcast.gateway.server.run import make_server
 
     if not 0 < arguments.port < 65536:
         raise InputError(f"port {arguments.port} is not in 1..65535")
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _tokens() -> tuple[Tokens, dict[str, str]]:
     """The tokens of the environment, and those that were made because it has none at all, by variable."""
-    from weightcast.gateway.tokens import Tokens, make_token
+    from weightcast.gateway.server.tokens import Tokens, make_token
 
     given = {scope: os.environ.get(variable, "") for scope, variable in SCOPES.items()}
     if given["operator"]:

@@ -41,10 +41,10 @@ def add(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from weightcast.adapters.plain import CheckpointSource
+    from weightcast.adapters.unsharded import CheckpointSource
     from weightcast.commands.outcome import show_update
     from weightcast.gateway.client import GatewayClient
-    from weightcast.gateway.worker import TrainerWorker
+    from weightcast.gateway.ranks.trainer import TrainerWorker
     from weightcast.transfer.errors import InputError
 
     instances = dict(_instance(text) for text in arguments.instance)
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _topology(path: Path) -> dict[str, Any]:
     """The fields of a topology. Raises InputError for a file that cannot be read, LayoutError for one that is none."""
     from weightcast.transfer.errors import InputError
-    from weightcast.transfer.topology import read_topology
+    from weightcast.transfer.planner.topology import read_topology
 
     try:
         data = path.read_bytes()

@@ -11,12 +11,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from weightcast.transfer.bundle import Bundle, plan_document, read_bundle
-from weightcast.transfer.errors import InputError
-from weightcast.transfer.picture import draw
-from weightcast.transfer.plan import TransferPlan
-from weightcast.transfer.planner import plan_transfer
-from weightcast.transfer.shapes import (
+from weightcast.offline.bundle import Bundle, plan_document, read_bundle
+from weightcast.offline.chart import draw
+from weightcast.offline.models import (
     DENSE_CUTS,
     MODELS,
     instance_tables,
@@ -24,9 +21,12 @@ from weightcast.transfer.shapes import (
     read_instances,
     trainer_tables,
 )
-from weightcast.transfer.simulate import Simulation, simulate
-from weightcast.transfer.summary import Traffic, traffic_of
-from weightcast.transfer.topology import LINK_NAMES, Hosts, read_topology
+from weightcast.offline.simulate import Simulation, simulate
+from weightcast.transfer.errors import InputError
+from weightcast.transfer.plan.operations import TransferPlan
+from weightcast.transfer.plan.traffic import Traffic, traffic_of
+from weightcast.transfer.planner.planner import plan_transfer
+from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, read_topology
 
 __all__ = ["add"]
 

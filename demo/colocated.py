@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from weightcast.demo.training import FsdpTraining, Training
-from weightcast.gateway.engine_memory import SGLangMemory
-from weightcast.gateway.memory_dance import MemoryDance, StepReport
+from weightcast.gateway.colocated.cycle import MemoryDance, StepReport
+from weightcast.gateway.colocated.engine_memory import SGLangMemory
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from weightcast.transfer.endpoints import Source
+    from weightcast.transfer.protocols import Source
 
 __all__ = ["DemoHooks", "StoredWeights", "describe_step", "make_dance"]
 

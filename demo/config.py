@@ -7,15 +7,22 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightcast.transfer.colocated.offers import Share
 from weightcast.transfer.errors import InputError
-from weightcast.transfer.handles import Share
-from weightcast.transfer.placement import ExpertPlacement
+from weightcast.transfer.layout.placement import ExpertPlacement
 
-__all__ = ["LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
+if TYPE_CHECKING:
+    pass
+
+
+__all__ = ["LEARNING_RATE", "LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
+
+LEARNING_RATE = 5e-3
+
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 

@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightcast.demo.config import DemoConfig, MegatronConfig
+from weightcast.demo.config import LEARNING_RATE, DemoConfig, MegatronConfig
 from weightcast.demo.megatron_weights import gather_weights, load_weights
 from weightcast.demo.reference import ReferenceModel
-from weightcast.demo.training import LEARNING_RATE
 from weightcast.transfer.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> No
     if config.prelude is None:
         raise InputError(
             "the demo trains on the CPU, where Megatron-Core does not run by itself: give --trainer-prelude a file "
-            "that replaces what is missing, for example tests/megatron_cpu.py of weightcast's source"
+            "that replaces what is missing, for example tests/support/megatron_cpu.py of weightcast's source"
         )
     if config.trainers % mesh.ranks:
         raise InputError(f"{mesh} takes a multiple of {mesh.ranks} trainer processes, not {config.trainers}")
@@ -68,7 +67,7 @@ class MegatronTraining:
     """One rank of a Megatron-Core Qwen3-MoE that starts from the reference's weights."""
 
     def __init__(self, mesh: MegatronConfig, reference: ReferenceModel) -> None:
-        from weightcast.adapters.megatron import MegatronSource
+        from weightcast.adapters.megatron.source import MegatronSource
 
         sizes = reference.model.config
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

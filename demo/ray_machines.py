@@ -15,7 +15,7 @@ from weightcast.demo.machines import Trainers
 from weightcast.demo.processes import Server, server_command, server_environment
 from weightcast.demo.trainer import Place
 from weightcast.gateway.client import TOKEN_VARIABLE
-from weightcast.gateway.ray_actor import start_gateway, worker_token
+from weightcast.gateway.server.ray_actor import start_gateway, worker_token
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["RayMachines"]

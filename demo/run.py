@@ -17,8 +17,8 @@ from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
 from weightcast.demo.processes import Server
 from weightcast.demo.trainer import Reference
-from weightcast.gateway.app import make_token
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+from weightcast.gateway.server.tokens import make_token
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["reference_faults", "run_demo"]

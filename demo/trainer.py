@@ -17,12 +17,12 @@ from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
 from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import make_training
-from weightcast.gateway.engines import one_line
-from weightcast.gateway.memory_dance import MemoryDance, StepReport
+from weightcast.gateway.colocated.cycle import MemoryDance, StepReport
+from weightcast.gateway.control.engines import one_line
 from weightcast.transfer.errors import UpdateError, WeightcastError
 
 if TYPE_CHECKING:
-    from weightcast.gateway.worker import UpdateResult
+    from weightcast.gateway.ranks.trainer import UpdateResult
 
 __all__ = ["Pipe", "Place", "Reference", "train"]
 
@@ -116,7 +116,7 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
     import torch
     import torch.distributed as dist
 
-    from weightcast.gateway.worker import TrainerWorker, UpdateResult
+    from weightcast.gateway.ranks.trainer import TrainerWorker, UpdateResult
 
     torch.manual_seed(0)
     reference = ReferenceModel(folder)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weightcast.demo.config import DemoConfig
+from weightcast.demo.config import LEARNING_RATE, DemoConfig
 from weightcast.demo.model import quiet
 from weightcast.demo.reference import ReferenceModel
 
 if TYPE_CHECKING:
     import torch
 
-    from weightcast.transfer.endpoints import Source
+    from weightcast.transfer.protocols import Source
 
-__all__ = ["LEARNING_RATE", "FsdpTraining", "Training", "make_training"]
-
-LEARNING_RATE = 5e-3
+__all__ = ["FsdpTraining", "Training", "make_training"]
 
 
 class Training(Protocol):
@@ -54,7 +52,7 @@ class FsdpTraining:
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM
 
-        from weightcast.adapters.fsdp import FsdpSource
+        from weightcast.adapters.fsdp.source import FsdpSource
 
         quiet()
         self._rank, self._ranks = rank, ranks

@@ -15,9 +15,9 @@ import time
 import torch
 
 from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.instance_worker import InstanceWorker
-from weightcast.transfer.layout import LayoutBuilder, RankLayout
-from weightcast.transfer.placement import RankPlacement
+from weightcast.gateway.ranks.instance import InstanceWorker
+from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
+from weightcast.transfer.layout.placement import RankPlacement
 
 
 class MySink:

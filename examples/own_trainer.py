@@ -9,9 +9,9 @@ import sys
 
 import torch
 
-from weightcast.adapters.plain import PlainSource
+from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.worker import TrainerWorker
+from weightcast.gateway.ranks.trainer import TrainerWorker
 
 
 def main(url: str, pair: str, instance: str) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 import ray
 import torch
 
-from weightcast.adapters.plain import PlainSource
+from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.instance_worker import InstanceWorker
-from weightcast.gateway.ray_actor import start_gateway
-from weightcast.gateway.worker import TrainerWorker
-from weightcast.transfer.layout import LayoutBuilder, RankLayout
+from weightcast.gateway.ranks.instance import InstanceWorker
+from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast.gateway.server.ray_actor import start_gateway
+from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 
 GATEWAY, PAIR, INSTANCE = "ray://weightcast", "main", "rollout-0"
 HIDDEN = 64

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weightcast.gateway.guard import MSGPACK
+from weightcast.gateway.addresses import transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.urls import transport_to, trusted
-from weightcast.transfer import errors, wire
+from weightcast.transfer import errors
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -29,10 +28,12 @@ from weightcast.transfer.errors import (
     UnregisteredError,
     WeightcastError,
 )
-from weightcast.transfer.layout import RankReport
-from weightcast.transfer.plan import RankPart
-from weightcast.transfer.topology import Topology
-from weightcast.transfer.wire import DigestReport
+from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.plan.digest_report import DigestReport
+from weightcast.transfer.plan.operations import RankPart
+from weightcast.transfer.planner.topology import Topology
+from weightcast.transfer.wire import messages as wire
+from weightcast.transfer.wire.messages import MSGPACK
 
 __all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered"]
 

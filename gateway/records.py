@@ -2,16 +2,99 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from weightcast.gateway.engines import EngineSpec
 from weightcast.gateway.settings import Settings
-from weightcast.gateway.verify import DigestCounts, NonFinite
-from weightcast.transfer.topology import Topology
-from weightcast.transfer.verification import Verify
+from weightcast.transfer.layout.summaries import number_ranges
+from weightcast.transfer.plan.verification import Verify
+from weightcast.transfer.planner.topology import Topology
 
-__all__ = ["CommitPolicy", "Order", "PairSpec", "UpdateRecord", "as_json"]
+__all__ = [
+    "CommitPolicy",
+    "DigestCounts",
+    "EngineSpec",
+    "NonFinite",
+    "Order",
+    "PairSpec",
+    "PauseMode",
+    "UpdateRecord",
+    "as_json",
+]
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How the gateway reaches an engine.
+
+    `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run
+    `InstanceWorker.serve` themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends
+    them, "retract" goes on after the update with the tokens that they have and a KV cache computed anew, "in_place"
+    with the old KV cache, which no later request reads. `backend` is the transport of the instance's communicator. With
+    `hold` the engine stays paused after a commit: whoever gave its memory to a trainer lets it go on. `non_finite` says
+    what is done with values of the trainer that are infinite or no number, or become so in the engine's dtype: "refuse"
+    the version, but for tensors whose names match one of the patterns `allow_non_finite` (fnmatch's), or "report" them
+    only.
+    """
+
+    kind: Literal["sglang", "worker"]
+    world_size: int
+    url: str = ""
+    pause: PauseMode = "abort"
+    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
+    hold: bool = False
+    non_finite: Literal["refuse", "report"] = "refuse"
+    allow_non_finite: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow_non_finite", tuple(self.allow_non_finite))  # JSON has lists
+
+    def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
+        """Those that are not taken."""
+        if self.non_finite == "report":
+            return []
+        return [one for one in values if not any(fnmatchcase(one.tensor, name) for name in self.allow_non_finite)]
+
+
+@dataclass(frozen=True, slots=True)
+class DigestCounts:
+    """What was compared and found equal.
+
+    `tensors` logical tensors, `rows` digests of the instance, `regions` distinct regions that they cover,
+    `slot_regions` those that belong to an expert slot (0 when no slots were given), `replicas` rows beside the first of
+    their cell.
+    """
+
+    tensors: int
+    rows: int
+    regions: int
+    slot_regions: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class NonFinite:
+    """Values of a tensor that are not finite, on the trainer ranks `ranks`: `nan` are no number, `inf` infinite, and
+    `overflow` finite there, but not in `dtype`, in which an instance has the tensor. Values that several ranks hold
+    count once.
+    """
+
+    tensor: str
+    dtype: str
+    nan: int
+    inf: int
+    overflow: int
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        counts = {"NaN": self.nan, "infinite": self.inf, "too large": self.overflow}
+        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        return f"{self.tensor!r} as {self.dtype} on trainer ranks {number_ranges(set(self.ranks))}: {found}"
+
 
 CommitPolicy = Literal["each", "all"]
 

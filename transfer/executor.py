@@ -17,15 +17,15 @@ from dataclasses import dataclass
 
 import torch
 
-from weightcast.transfer.colocated import share
+from weightcast.transfer.colocated.peers import Neighbours, device_of
+from weightcast.transfer.colocated.sharing import share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
-from weightcast.transfer.layout import RankLayout
-from weightcast.transfer.messages import IN_FLIGHT
-from weightcast.transfer.neighbours import Neighbours, device_of
-from weightcast.transfer.plan import RankPart
-from weightcast.transfer.rounds import Schedule, make_schedule
-from weightcast.transfer.transports.base import Communicator, Exchange
+from weightcast.transfer.exchange.messages import IN_FLIGHT
+from weightcast.transfer.exchange.schedule import Schedule, make_schedule
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.operations import RankPart
+from weightcast.transfer.transports.communicator import Communicator, Exchange
 
 __all__ = ["Executor", "TransferReport", "member_labels"]
 

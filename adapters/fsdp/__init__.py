@@ -1,0 +1,1 @@
+"""FSDP2: a sharded model as a source."""

@@ -1,0 +1,274 @@
+"""A source for models sharded by FSDP2 or as DTensors: FSDP, HSDP, tensor parallel and any mix, Transformers names.
+
+What a rank holds is worked out from placements and mesh, without communication. Each region is a view of the live local
+shard, in the dtype that it has in memory; the sender casts to what a destination wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightcast.adapters.fsdp.lora import Adapted, LoraMode, inner_model, split_adapters
+from weightcast.adapters.fsdp.mesh import Cut, Run, possible_runs, total
+from weightcast.adapters.fsdp.transformers_names import (
+    NEW_DIM,
+    NameMap,
+    Part,
+    check_parts,
+    clean_name,
+    transformers_names,
+    unchanged_names,
+)
+from weightcast.adapters.live_memory import plain_memory, this_rank
+from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
+from weightcast.transfer.layout.tables import LayoutNotes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["FsdpSource"]
+
+
+class _Shard(NamedTuple):
+    """The local part of one parameter: the runs of global indices per dimension, and the memory in that order."""
+
+    local: torch.Tensor
+    runs: tuple[tuple[Run, ...], ...]
+
+
+class FsdpSource:
+    """One trainer rank of an FSDP2 / DTensor model.
+
+    Names are those of the checkpoint. For a Transformers model they are what its `save_pretrained` writes, fused
+    experts apart; for any other module its parameters' own names. `names` replaces that. A model with PEFT adapters
+    needs `lora`: "merged" when the trainer merges them before each update, "separate" to have them as tensors beside.
+
+    >>> source = FsdpSource(model)
+    >>> layout = source.describe()
+    """
+
+    def __init__(self, model: nn.Module, *, names: NameMap | None = None, lora: LoraMode | None = None) -> None:
+        self._model, self._lora = _unwrapped(model), lora
+        self._names = names or (transformers_names(self._model) if _is_transformers(self._model) else unchanged_names)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._parts: Mapping[str, tuple[Part, ...]] = {}
+
+    def describe(self) -> RankLayout:
+        """Every region that this rank holds of every parameter and persistent buffer; a rank may hold none.
+
+        FSDP modules that a forward left unsharded are resharded first, as `state_dict` does; that is local. Raises
+        DescribeError naming parameter, rank and placements.
+        """
+        import torch
+
+        _reshard(self._model)
+        tensors, adapter = _checkpoint_tensors(self._model, self._lora)
+        self._name({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        left_out = [(name, "left out by names=") for name in tensors if not self._parts[name]]
+        parts = dict(self._parts)
+        if self._lora == "separate":
+            parts |= unchanged_names({name: tuple(tensor.shape) for name, tensor in adapter.items()})
+        else:
+            left_out += [(name, "merged into the weights") for name in adapter]
+        builder, held = LayoutBuilder(), 0
+        with torch.no_grad():
+            for name, tensor in (tensors | adapter).items():
+                shard = _local_shard(name, tensor) if parts.get(name) else None
+                if shard is None:
+                    continue
+                held += shard.local.nbytes
+                for part in parts[name]:
+                    for offset, view in _regions(part, shard):
+                        builder.add(part.tensor, part.shape, offset, view)
+        return builder.build(notes=LayoutNotes(parameter_bytes=held, left_out=tuple(left_out)))
+
+    def _name(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        # Following the conversion of a large model takes seconds, and its result depends on the shapes alone.
+        if shapes != self._shapes:
+            parts = self._names(shapes)
+            check_parts(parts, shapes)
+            self._parts, self._shapes = parts, shapes
+
+
+def _regions(part: Part, shard: _Shard) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Where `part` and the shard meet: offsets in the logical tensor, and views of the shard. One for each run."""
+    meets = []
+    for runs, start, length in zip(shard.runs, part.start, part.size, strict=True):
+        meet = list(_meet(runs, start, start + length))
+        if not meet:
+            return
+        meets.append(meet)
+    local = shard.local
+    strides = local.stride()
+    for pieces in itertools.product(*meets):
+        place = local.storage_offset() + sum(at * stride for (_, _, at), stride in zip(pieces, strides, strict=True))
+        offset = list(part.offset)
+        size: list[int] = []
+        stride: list[int] = []
+        for j, dim in enumerate(part.dims):
+            if dim == NEW_DIM:
+                size.append(1)
+                stride.append(1)
+                continue
+            begin, end, _ = pieces[dim]
+            offset[j] += begin - part.start[dim]
+            size.append(end - begin)
+            stride.append(strides[dim])
+        yield tuple(offset), local.as_strided(size, stride, place)
+
+
+def _meet(runs: Sequence[Run], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, local position of begin) of the runs inside low..high-1."""
+    position = 0
+    for start, stop in runs:
+        begin, end = max(start, low), min(stop, high)
+        if begin < end:
+            yield begin, end, position + begin - start
+        position += stop - start
+
+
+def _local_shard(name: str, tensor: torch.Tensor) -> _Shard | None:
+    """What this rank holds of a parameter; None when nothing."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return _Shard(_plain(name, tensor), tuple((Run(0, n),) if n else () for n in tensor.shape))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    local = _plain(name, tensor.to_local())
+    cuts = _cuts(name, tensor, coordinate)
+    runs = tuple(_runs_of_dim(name, tensor, dim, cuts[dim], local) for dim in range(tensor.dim()))
+    return _Shard(local, runs) if all(runs) else None
+
+
+def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
+    """For each dimension of the tensor the mesh dimensions that split it, first to last."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    cuts: list[list[Cut]] = [[] for _ in range(tensor.dim())]
+    for mesh_dim, placement in enumerate(tensor.placements):
+        ranks = tensor.device_mesh.size(mesh_dim)
+        if isinstance(placement, _StridedShard):
+            split = int(placement.split_factor)
+        elif isinstance(placement, Shard):
+            split = 1
+        elif isinstance(placement, Replicate):
+            continue
+        else:
+            raise _refused(name, tensor, f"{placement} holds no values of the parameter; redistribute it first")
+        cuts[placement.dim].append(Cut(ranks, coordinate[mesh_dim], split))
+    return cuts
+
+
+def _runs_of_dim(name: str, tensor: Any, dim: int, cuts: list[Cut], local: torch.Tensor) -> tuple[Run, ...]:
+    size = int(tensor.shape[dim])
+    readings = possible_runs(size, cuts)
+    fitting = [runs for runs in readings if total(runs) == local.shape[dim]]
+    if not fitting:
+        found = f"dimension {dim} of size {size} has {local.shape[dim]} local indices"
+        raise _refused(name, tensor, f"{found}, expected {' or '.join(str(total(runs)) for runs in readings)}")
+    if len(fitting) > 1:
+        ranges = " or ".join(str([(run.start, run.stop) for run in runs]) for runs in fitting)
+        raise _refused(name, tensor, f"dimension {dim} of size {size} may hold rows {ranges}; use sizes that divide")
+    return fitting[0]
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return plain_memory(tensor, partial(_refused, name, tensor))
+
+
+def _refused(name: str, tensor: torch.Tensor, why: str) -> DescribeError:
+    placements = getattr(tensor, "placements", None)
+    mesh = f" on mesh {tuple(tensor.device_mesh.shape)}" if placements is not None else ""  # type: ignore[attr-defined]
+    placed = f", placements {tuple(placements)}{mesh}" if placements is not None else ""
+    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {this_rank()}{placed}: {why}")
+
+
+def _reshard(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _checkpoint_tensors(model: nn.Module, lora: LoraMode | None) -> Adapted:
+    """Parameters and persistent buffers that belong into a checkpoint, by cleaned name, tied ones once."""
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in itertools.chain(module._parameters.items(), buffers.items()):
+            if tensor is not None:
+                found[clean_name(f"{path}.{key}" if path else key)] = tensor
+    found, adapter = split_adapters(model, found, lora)
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        found.pop(name, None)
+    _check_ties(model, found)
+    dropped = _tied_names(model, found)
+    return Adapted({name: tensor for name, tensor in found.items() if name not in dropped}, adapter)
+
+
+def _tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names to leave out because another name of the same tensor is the checkpoint's."""
+    names_of = defaultdict(list)
+    for name, tensor in tensors.items():
+        names_of[id(tensor)].append(name)
+    patterns = _tied_patterns(model)
+    dropped: set[str] = set()
+    for names in names_of.values():
+        if len(names) == 1:
+            continue
+        kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+        # The same choice as save_pretrained: targets of a tie go; where all are targets the last in order stays.
+        keep = kept[0] if kept else max(names)
+        dropped.update(name for name in names if name != keep)
+    return dropped
+
+
+def _tied_patterns(model: nn.Module) -> list[str]:
+    patterns = []
+    for path, module in model.named_modules():
+        for key in getattr(module, "_tied_weights_keys", None) or ():
+            patterns.append(clean_name(f"{path}.{key}" if path else key))
+    return patterns
+
+
+def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Weights that the model ties must be one tensor: sharded apart they train apart, and an engine ties them again."""
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        one, other = tensors.get(target), tensors.get(source)
+        if one is not None and other is not None and one is not other:
+            raise DescribeError(
+                f"parameter {target!r} is tied to {source!r} by the model but is another tensor in memory; "
+                f"shard both in one fully_shard call, or untie them in the config"
+            )
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, data-parallel wrappers and PEFT around the whole of it."""
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._modules["_orig_mod"]  # type: ignore[assignment]
+        elif (inner := inner_model(model)) is not model:
+            model = inner
+        else:
+            return model
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)

@@ -1,0 +1,1 @@
+"""Megatron-Core: a parallel model as a source."""

@@ -1,0 +1,1 @@
+"""SGLang: its model as a sink, and the plugin inside its schedulers."""

@@ -1,0 +1,381 @@
+"""An SGLang rank as a sink: layout from SGLang's own loader, existence of slots from its placement map.
+
+    sink = SglangSink.from_model_runner(scheduler.tp_worker.model_runner)
+    layout = sink.describe()
+
+Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place.
+Tensors that SGLang's loader computes from them are named in the notes: the end of an update session computes some anew
+(MLA's `w_kc` and `w_vc`), `settle` does the others (the `gemma_weight` of GemmaRMSNorm), what neither can is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from weightcast.adapters.checkpoint import read_headers
+from weightcast.adapters.sglang.experts import (
+    ExpertLayer,
+    attribute,
+    dispatch_table,
+    find_layers,
+    read_placement,
+    sglang_version,
+)
+from weightcast.adapters.sglang.slots import Held, describe_global, describe_slots
+from weightcast.adapters.tracing.coverage import check_coverage
+from weightcast.adapters.tracing.recorder import Fill, TracedRegion
+from weightcast.adapters.tracing.trace import Trace, trace_loader
+from weightcast.transfer.errors import DescribeError, StalePlanError, UpdateError
+from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
+from weightcast.transfer.layout.placement import RankPlacement
+from weightcast.transfer.layout.tables import NO_SLOT, LayoutNotes, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightcast.adapters.tracing.derived import Refresh
+    from weightcast.adapters.tracing.snapshot import Bound, Snapshot
+
+__all__ = ["SglangSink", "refuse_guarded"]
+
+_TRUE = ("1", "true")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_UNQUANTISED = "sglang.srt.layers.quantization.unquant"
+_KEEPS_LAYOUT = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+"""Quantisation methods of the module `_UNQUANTISED` whose `process_weights_after_loading` leaves the loader's layout as
+it is, but for what `_rearranged` names; so an update session in which nothing is written changes nothing.
+"""
+
+
+class _Writes(NamedTuple):
+    """The regions and fills of one parameter in a trace."""
+
+    regions: list[TracedRegion]
+    fills: list[Fill]
+
+
+class SglangSink:
+    """One rank of an SGLang instance, as `weightcast.transfer.protocols.Sink`."""
+
+    def __init__(
+        self, model: torch.nn.Module, catalog: Mapping[str, TensorSpec], *, rank: int = 0, as_loaded: bool = False
+    ) -> None:
+        """`catalog` is every tensor of the checkpoint, named as SGLang's loader takes them; `rank` is for messages.
+
+        `as_loaded` says that nothing was done to the weights since they were loaded, so that a quantisation method
+        which repacks them afterwards is no obstacle.
+        """
+        self._model = model
+        self._catalog = dict(catalog)
+        self._rank = rank
+        self._as_loaded = as_loaded
+        self._refresh: Refresh | None = None
+
+    @classmethod
+    def from_model_runner(cls, runner: Any, catalog: Mapping[str, TensorSpec] | None = None) -> SglangSink:
+        """The sink of a `ModelRunner`. Without `catalog` the headers of the server's model path are read."""
+        if catalog is None:
+            catalog = read_headers(attribute(attribute(runner, "model_config"), "model_path"))
+        return cls(attribute(runner, "model"), catalog, rank=_world_rank())
+
+    def placement(self) -> RankPlacement | None:
+        """The placement as SGLang's map has it now; None for a model without expert layers. Cheap, and copied."""
+        return read_placement(find_layers(self._model))
+
+    def describe(self) -> RankLayout:
+        """Every byte of every parameter as regions or padding. Raises DescribeError or AgreementError, see `Sink`.
+
+        Leaves the model as it was, whether it succeeds or not, and must not run while experts are moved, weights are
+        loaded or the model computes.
+        """
+        try:
+            return self._describe()
+        except DescribeError as error:
+            raise type(error)(f"rank {self._rank}: {error}") from error
+
+    def settle(self) -> None:
+        """Recomputes tensors that SGLang's loader computes from parameters and its end of a session does not.
+
+        Called after that end, once every parameter is written. Raises UpdateError.
+        """
+        if self._refresh is None:
+            raise UpdateError(f"rank {self._rank} was not described, so what to compute anew is not known")
+        try:
+            self._refresh.run()
+        except StalePlanError as error:
+            raise StalePlanError(f"rank {self._rank}: {error}") from error
+        except Exception as error:
+            names = ", ".join(self._refresh.recomputed[:4])
+            raise UpdateError(
+                f"rank {self._rank}: {names} could not be computed anew: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}"
+            ) from error
+
+    def _describe(self) -> RankLayout:
+        layers = find_layers(self._model)
+        placement = read_placement(layers)
+        self._check_methods()
+        tensors = dict(_tensors(self._model))
+        required = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        trace, refresh = self._trace(tensors, required)
+        builder, padding = LayoutBuilder(), 0
+        writes = _by_parameter(trace)
+        names = [name for name in tensors if name in required or name in writes]
+        experts = {f"{m.name}.": m for m in layers}
+        for name in names:
+            regions, fills = self._held(name, tensors[name], writes.get(name, _Writes([], [])), experts, placement)
+            boxes = [r.box for r in regions]
+            padding += check_coverage(name, tensors[name].shape, boxes, fills) * tensors[name].itemsize
+            self._add(builder, regions)
+        dispatch, shared = dispatch_table(layers)
+        notes = LayoutNotes(
+            parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in names),
+            padding_bytes=padding,
+            derived=tuple(sorted({*refresh.rewritten, *refresh.recomputed})),
+            left_out=tuple(self._left_out(trace.used)),
+            dispatch=dispatch,
+            dispatch_shared=shared,
+        )
+        self._refresh = refresh
+        return builder.build(placement, notes)
+
+    def _trace(self, tensors: Mapping[str, torch.Tensor], required: set[str]) -> tuple[Trace, Refresh]:
+        """Traces the loader and the end of an update session, and puts back what they change about the model."""
+        from weightcast.adapters.tracing.derived import find_derived
+        from weightcast.adapters.tracing.snapshot import Snapshot
+
+        modules = self._model.named_modules()
+        methods = [(f"{path}.quant_method", m.quant_method) for path, m in modules if _has_method(m)]
+        with Snapshot(self._model, methods) as snapshot:
+            loaded: list[Bound] = []
+
+            def end() -> None:
+                _refuse_surgery(snapshot)
+                loaded.extend(snapshot.rebound())
+                if not self._as_loaded:
+                    _end_session(self._model)
+
+            trace = trace_loader(attribute(self._model, "load_weights"), tensors, self._catalog, end)
+            _refuse_surgery(snapshot)
+            computed = {w.parameter for w in trace.opaque} - required - {r.parameter for r in trace.regions}
+            _refuse_untraceable(trace, computed)
+            parameters = {name: t for name, t in tensors.items() if name not in computed}
+            return trace, find_derived(trace, parameters, loaded, snapshot.rebound(), snapshot)
+
+    def _add(self, builder: LayoutBuilder, regions: list[Held]) -> None:
+        for region in regions:
+            builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
+
+    def _held(
+        self,
+        name: str,
+        t: torch.Tensor,
+        writes: _Writes,
+        experts: Mapping[str, ExpertLayer],
+        placement: RankPlacement | None,
+    ) -> tuple[list[Held], list[Any]]:
+        """The regions of one parameter and the boxes that the loader fills."""
+        regions = _once(writes)
+        fills = [f.box for f in writes.fills]
+        prefix, _, local = name.rpartition(".")
+        layer = experts.get(f"{prefix}.")
+        if layer is None or placement is None or t.dim() == 0:
+            return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
+        parameter = getattr(self._model.get_submodule(prefix), local)
+        if getattr(parameter, "_sglang_require_global_experts", False):
+            return describe_global(name, t, layer, placement, regions, self._catalog), fills
+        if t.shape[0] != layer.num_slots:
+            return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
+        slot_regions = describe_slots(name, t, layer, placement, regions, self._catalog)
+        return slot_regions, _fills_of_all_slots(fills, layer.num_slots)
+
+    def _check_methods(self) -> None:
+        """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
+        refuse_guarded(self._model)
+        for name, module in self._model.named_modules():
+            if getattr(module, "use_intel_amx_backend", False):
+                raise DescribeError(
+                    f"module {name!r}: its weights are packed for AMX, which cannot be written in place"
+                )
+            # The method of experts is a module itself; what a wrapper only passes on is no method of its own.
+            method = module.__dict__.get("quant_method") or module._modules.get("quant_method")
+            if not hasattr(method, "process_weights_after_loading"):
+                continue
+            kind = type(method)
+            if kind.__module__ != _UNQUANTISED or kind.__name__ not in _KEEPS_LAYOUT:
+                if self._as_loaded:
+                    continue
+                raise DescribeError(
+                    f"module {name!r}: quantisation method {kind.__name__} of SGLang {sglang_version()} may rearrange "
+                    "weights after loading; weightcast does not write such weights in place"
+                )
+            if kind.__name__ == "UnquantizedFusedMoEMethod" and (reason := _rearranged(method, module)):
+                raise DescribeError(f"module {name!r}: {reason}")
+
+    def _left_out(self, used: frozenset[str]) -> Iterator[tuple[str, str]]:
+        """Checkpoint tensors that no rank of the instance holds, with the reason; not those that other ranks hold."""
+        config = getattr(self._model, "config", None)
+        count = getattr(config, "num_hidden_layers", None)
+        for name in self._catalog:
+            if name in used:
+                continue
+            layer = _LAYER.search(name)
+            if layer is not None and count is not None and int(layer[1]) >= count:
+                yield name, f"layer {layer[1]} is a draft (MTP) layer, which is no part of this model"
+            elif re.search(r"(?:^|\.)mtp\.", name):
+                yield name, "draft (MTP) tensors are no part of this model"
+            elif "rotary_emb.inv_freq" in name:
+                yield name, "rotary frequencies are computed by the engine"
+            elif name == "lm_head.weight" and getattr(config, "tie_word_embeddings", False):
+                yield name, "the output head is tied to the embedding"
+
+
+def _has_method(module: torch.nn.Module) -> bool:
+    return hasattr(module.__dict__.get("quant_method"), "__dict__")
+
+
+def refuse_guarded(model: torch.nn.Module) -> None:
+    """Raises DescribeError with SGLang's own sentence where it would refuse an update of the weights of `model`.
+
+    Its updates ask these two before they write (0.5.23, `model_executor/model_runner_components/weight_updater.py`).
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    reason = attribute(weight_updater, "_unsupported_derived_weight_cache_error")(model)
+    try:
+        attribute(weight_updater.WeightUpdater, "_assert_weight_cache_inactive")(
+            None, "update_weights_from_distributed"
+        )
+    except RuntimeError as error:
+        reason = reason or str(error)
+    if reason is not None:
+        raise DescribeError(f"SGLang {sglang_version()} refuses updates of this model: {' '.join(reason.split())}")
+
+
+def _rearranged(method: Any, module: torch.nn.Module) -> str:
+    """Says what SGLang does to unquantised experts after loading, and what to do about it; empty where it does nothing.
+
+    After `UnquantizedFusedMoEMethod.process_weights_after_loading` (0.5.23, `layers/quantization/unquant.py`).
+    """
+    from sglang.srt.environ import envs
+
+    if attribute(method, "use_flashinfer_trtllm_moe"):
+        return (
+            "FlashInfer's TRT-LLM kernels keep its experts in blocks, which are not the trainer's bytes; start the "
+            "server with --moe-runner-backend triton"
+        )
+    if attribute(method, "w13_swiglu_interleaved") or attribute(envs, "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED").get():
+        return (
+            "its gate and up rows are interleaved after loading, so they are not the trainer's bytes; unset "
+            "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+        )
+    if attribute(method, "_aiter_runner") is not None or os.environ.get("SGLANG_USE_AITER", "0").lower() in _TRUE:
+        return "AITER shuffles its weights after loading; unset SGLANG_USE_AITER"
+    if hasattr(module, "w13_kernel"):
+        return "Ascend's kernels convert its weights after loading; weightcast does not write such weights in place"
+    return ""
+
+
+def _end_session(model: torch.nn.Module) -> None:
+    """Does what `end_weight_update` of SGLang 0.5.23 does to a model in whose session no load call ran.
+
+    Source: `model_executor/model_runner_components/weight_updater.py`, with `run_post_load`.
+    """
+    import torch
+    from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
+
+    post_load_weights(model)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    DefaultModelLoader.postprocess_weights(model, device)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then persistent buffers, by name, without those that lie inside an earlier one (tied weights)."""
+    from weightcast.adapters.tracing.snapshot import joined
+
+    seen: dict[int, list[tuple[int, int]]] = {}
+    named = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                named.append((joined(path, key), buffer))
+    for name, t in named:
+        if t.numel() == 0:
+            continue
+        if t.is_meta:
+            raise DescribeError(f"parameter {name!r} has no memory (meta device)")
+        start = t.data_ptr()
+        end = start + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        spans = seen.setdefault(t.untyped_storage()._cdata, [])
+        if any(a <= start and end <= b for a, b in spans):
+            continue
+        if any(a < end and start < b for a, b in spans):
+            raise DescribeError(f"parameter {name!r} shares a part of its memory with another parameter")
+        spans.append((start, end))
+        yield name, t
+
+
+def _refuse_surgery(snapshot: Snapshot) -> None:
+    if (change := snapshot.surgery()) is not None:
+        raise DescribeError(f"the engine's loader {change}")
+
+
+def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:
+    """Refuses writes into parameters that are no copies of checkpoint tensors; `computed` are buffers instead."""
+    for name in sorted(trace.at_end - computed):
+        raise DescribeError(
+            f"parameter {name!r}: the engine writes it at the end of an update session, so what is received would not "
+            "be what is served"
+        )
+    opaque = [write for write in trace.opaque if write.parameter not in computed]
+    if opaque:
+        w = opaque[0]
+        raise DescribeError(
+            f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with "
+            f"{w.operator}, "
+            f"{w.why}; {len(opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
+        )
+
+
+def _by_parameter(trace: Trace) -> dict[str, _Writes]:
+    writes: dict[str, _Writes] = {}
+    for region in trace.regions:
+        writes.setdefault(region.parameter, _Writes([], [])).regions.append(region)
+    for fill in trace.fills:
+        writes.setdefault(fill.parameter, _Writes([], [])).fills.append(fill)
+    return writes
+
+
+def _once(writes: _Writes) -> list[TracedRegion]:
+    """Regions without exact repetitions. Raises DescribeError where a fill overwrites an earlier region."""
+    regions = {(r.box, r.tensor, r.offset, r.view.shape): r for r in writes.regions}
+    for fill in writes.fills:
+        for r in regions.values():
+            if fill.order > r.order and _overlap(fill, r):
+                raise DescribeError(
+                    f"parameter {r.parameter!r}: the loader fills box {list(fill.box.start)} + {list(fill.box.size)} "
+                    "after "
+                    f"it wrote {r.tensor!r} there"
+                )
+    return list(regions.values())
+
+
+def _overlap(fill: Fill, region: TracedRegion) -> bool:
+    sides = zip(fill.box.start, fill.box.size, region.box.start, region.box.size, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in sides)
+
+
+def _fills_of_all_slots(fills: list[Any], slots: int) -> list[Any]:
+    """Padding inside a slot, at every slot: the loader pads only the slots that it writes."""
+    return list(
+        {box._replace(start=(s, *box.start[1:]), size=(1, *box.size[1:])) for box in fills for s in range(slots)}
+    )
+
+
+def _world_rank() -> int:
+    import torch.distributed
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,260 @@
+"""The slots of one expert parameter: laid out as the loader trace says, existing as the placement says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightcast.adapters.sglang.experts import ExpertLayer
+from weightcast.adapters.tracing.recorder import TracedRegion
+from weightcast.adapters.tracing.strided import Box
+from weightcast.transfer.errors import AgreementError, DescribeError
+from weightcast.transfer.layout.placement import RankPlacement
+from weightcast.transfer.layout.tables import NO_SLOT, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Held", "describe_global", "describe_slots"]
+
+_EXPERT = re.compile(r"(?<![^.])experts\.(\d+)(?=\.)")
+_ALL_EXPERTS = re.compile(r"(?<![^.])experts\.")
+
+
+class Held(NamedTuple):
+    """A region to advertise: the box at `offset` of logical `tensor` lies in `view`, and is `box` of its parameter."""
+
+    tensor: str
+    offset: tuple[int, ...]
+    view: torch.Tensor
+    slot: int
+    box: Box
+
+
+class _Answer(NamedTuple):
+    """Which expert a traced region belongs to, and how its logical tensor is named for another expert."""
+
+    expert: int | None
+    before: str
+    after: str
+    """The name around the expert id. For a tensor with all experts along dimension 0 `after` is empty."""
+
+
+class _Piece(NamedTuple):
+    """A region of a slot relative to the slot: how every slot of the parameter is laid out."""
+
+    before: str
+    after: str
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    at: int
+    """Elements from the start of the slot."""
+    box: Box
+    """Without the slot dimension."""
+
+
+def describe_slots(
+    parameter: str,
+    data: torch.Tensor,
+    layer: ExpertLayer,
+    placement: RankPlacement,
+    regions: Iterable[TracedRegion],
+    catalog: Mapping[str, TensorSpec],
+) -> list[Held]:
+    """All regions of a parameter whose dimension 0 is this rank's slots: every slot of the map, loaded or not.
+
+    After a scale-up SGLang 0.5.23 takes routed slots past those known at start for shared slots, and the other way
+    round (`FusedMoE._map_global_expert_id_to_local_expert_id`): a routed expert in a shared slot, or a shared one in
+    such a routed slot, is no evidence.
+
+    Raises AgreementError where the loader wrote another expert into a slot than the map has, and DescribeError where
+    slots are laid out differently or the checkpoint lacks a tensor.
+    """
+    num_logical = placement.placement.num_logical
+    experts = placement.experts(layer.layer)
+    first = layer.storage_rank * layer.num_local_routed
+    routed: dict[int, set[_Piece]] = {}
+    shared: dict[int, list[Held]] = {}
+    for region in _one_slot_each(regions, data):
+        slot, answer = region.box.start[0], _answer(region, num_logical, catalog)
+        is_routed = answer.expert is not None and answer.expert < num_logical
+        if slot >= layer.num_local_routed:
+            if not is_routed:
+                shared.setdefault(slot, []).append(Held(region.tensor, region.offset, region.view, NO_SLOT, region.box))
+            continue
+        if not is_routed and first + slot >= layer.num_global_routed:
+            continue
+        if answer.expert != experts[slot]:
+            raise AgreementError(
+                f"layer {layer.layer}, slot {slot} of storage rank {layer.storage_rank}, parameter {parameter!r}: "
+                "the loader "
+                f"writes {'no expert' if answer.expert is None else f'logical expert {answer.expert}'} "
+                f"({region.tensor!r}), the map has logical expert {experts[slot]}; do not update while experts move"
+            )
+        routed.setdefault(slot, set()).add(_relative(region, answer, data))
+    template = _template(parameter, routed)
+    held = [
+        h
+        for s in range(layer.num_local_routed)
+        for h in _apply(template, data, s, int(experts[s]), s, catalog, parameter)
+    ]
+    for slot in range(layer.num_local_routed, layer.num_slots):
+        held.extend(shared[slot] if slot in shared else _shared(template, data, slot, layer, catalog, parameter))
+    return held
+
+
+def describe_global(
+    parameter: str,
+    data: torch.Tensor,
+    layer: ExpertLayer,
+    placement: RankPlacement,
+    regions: Iterable[TracedRegion],
+    catalog: Mapping[str, TensorSpec],
+) -> list[Held]:
+    """All regions of a parameter that holds every physical slot on every rank (`_sglang_require_global_experts`).
+
+    The map decides, and is not compared with the trace: SGLang 0.5.23 fills these by p % num_logical whatever the map
+    says.
+    """
+    experts = placement.placement.global_slots(layer.layer)
+    count = min(len(experts), data.shape[0])
+    rest = data.shape[0] - layer.num_global_routed
+    if rest > layer.num_shared:
+        raise DescribeError(
+            f"parameter {parameter!r} has {data.shape[0]} rows for {layer.num_global_routed} routed slots and "
+            f"{layer.num_shared} shared; which row is which is not known"
+        )
+    pieces: dict[int, set[_Piece]] = {}
+    held = []
+    for region in _one_slot_each(regions, data):
+        row, answer = region.box.start[0], _answer(region, placement.placement.num_logical, catalog)
+        if row >= layer.num_global_routed and row >= count:
+            held.append(Held(region.tensor, region.offset, region.view, NO_SLOT, region.box))
+        elif answer.expert is not None:
+            pieces.setdefault(row, set()).add(_relative(region, answer, data))
+    template = _template(parameter, pieces)
+    for row in range(count):
+        held.extend(_apply(template, data, row, int(experts[row]), NO_SLOT, catalog, parameter))
+    return held
+
+
+def _one_slot_each(regions: Iterable[TracedRegion], data: torch.Tensor) -> Iterator[TracedRegion]:
+    """Cuts regions that span several slots."""
+    for region in regions:
+        count = region.box.size[0]
+        if count == 1:
+            yield region
+            continue
+        along = [d for d, n in enumerate(region.view.shape) if n == count and region.view.stride(d) == data.stride(0)]
+        if not along:
+            raise DescribeError(
+                f"parameter {region.parameter!r}: one write covers {count} slots from {region.tensor!r}, not one "
+                "expert a slot"
+            )
+        d = along[0]
+        for i in range(count):
+            offset = (*region.offset[:d], region.offset[d] + i, *region.offset[d + 1 :])
+            box = Box((region.box.start[0] + i, *region.box.start[1:]), (1, *region.box.size[1:]))
+            yield TracedRegion(region.parameter, box, region.tensor, offset, region.view.narrow(d, i, 1), region.order)
+
+
+def _answer(region: TracedRegion, num_logical: int, catalog: Mapping[str, TensorSpec]) -> _Answer:
+    found = _EXPERT.search(region.tensor)
+    if found is not None:
+        return _Answer(int(found[1]), region.tensor[: found.start(1)], region.tensor[found.end(1) :])
+    shape = catalog[region.tensor].shape
+    if len(shape) >= 1 and shape[0] == num_logical and region.view.shape[0] == 1 and _ALL_EXPERTS.search(region.tensor):
+        return _Answer(region.offset[0], region.tensor, "")
+    return _Answer(None, region.tensor, "")
+
+
+def _relative(region: TracedRegion, answer: _Answer, data: torch.Tensor) -> _Piece:
+    start = int(data.storage_offset()) + region.box.start[0] * data.stride(0)
+    # The stride of a dimension of size 1 says nothing, and differs between ways to reach the same view.
+    stride = tuple(s if n > 1 else 0 for n, s in zip(region.view.shape, region.view.stride(), strict=True))
+    return _Piece(
+        answer.before,
+        answer.after,
+        region.offset if answer.after else (0, *region.offset[1:]),
+        tuple(region.view.shape),
+        stride,
+        int(region.view.storage_offset()) - start,
+        Box(region.box.start[1:], region.box.size[1:]),
+    )
+
+
+def _template(parameter: str, slots: Mapping[int, set[_Piece]]) -> list[_Piece]:
+    """The layout that all slots share, from the slot of which the loader wrote most."""
+    if not slots:
+        raise DescribeError(
+            f"parameter {parameter!r}: the loader writes no slot of it, so the layout of its slots is not known"
+        )
+    whole = max(slots.values(), key=len)
+    for slot, pieces in slots.items():
+        if not pieces <= whole:
+            odd = next(iter(pieces - whole))
+            raise DescribeError(
+                f"parameter {parameter!r}: slot {slot} is laid out unlike the others (tensor {odd.before}N{odd.after}, "
+                f"box {list(odd.box.start)} + {list(odd.box.size)})"
+            )
+    return sorted(whole)
+
+
+def _apply(
+    template: Iterable[_Piece],
+    data: torch.Tensor,
+    row: int,
+    expert: int,
+    slot: int,
+    catalog: Mapping[str, TensorSpec],
+    parameter: str,
+) -> Iterator[Held]:
+    """The template at one row of the parameter, for one logical expert."""
+    for piece in template:
+        name = f"{piece.before}{expert}{piece.after}" if piece.after else piece.before
+        offset = piece.offset if piece.after else (expert, *piece.offset[1:])
+        yield _held(piece, name, offset, data, row, slot, catalog, parameter)
+
+
+def _shared(
+    template: Iterable[_Piece],
+    data: torch.Tensor,
+    row: int,
+    layer: ExpertLayer,
+    catalog: Mapping[str, TensorSpec],
+    parameter: str,
+) -> Iterator[Held]:
+    """A fused shared expert that the loader skipped: laid out like a routed one, named as in DeepSeek checkpoints."""
+    for piece in template:
+        name = piece.before.removesuffix("experts.") + "shared_experts" + piece.after
+        if layer.num_shared != 1 or name not in catalog:
+            raise DescribeError(
+                f"parameter {parameter!r}: the loader does not write shared slot {row}, and the checkpoint has no "
+                f"{name!r}"
+            )
+        yield _held(piece, name, piece.offset, data, row, NO_SLOT, catalog, parameter)
+
+
+def _held(
+    piece: _Piece,
+    name: str,
+    offset: tuple[int, ...],
+    data: torch.Tensor,
+    row: int,
+    slot: int,
+    catalog: Mapping[str, TensorSpec],
+    parameter: str,
+) -> Held:
+    import torch
+
+    spec = catalog.get(name)
+    if spec is None or any(o + n > full for o, n, full in zip(offset, piece.size, spec.shape, strict=True)):
+        raise DescribeError(
+            f"parameter {parameter!r}: row {row} holds box {list(offset)} + {list(piece.size)} of {name!r}, but the "
+            f"checkpoint {'has no such tensor' if spec is None else f'has shape {list(spec.shape)}'}"
+        )
+    start = int(data.storage_offset()) + row * data.stride(0) + piece.at
+    view = torch.as_strided(data, piece.size, piece.stride, start)
+    return Held(name, offset, view, slot, Box((row, *piece.box.start), (1, *piece.box.size)))

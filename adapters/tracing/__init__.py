@@ -1,0 +1,1 @@
+"""Loaders of engines, traced: what they write where, and what they compute beside."""

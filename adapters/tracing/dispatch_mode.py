@@ -1,0 +1,437 @@
+"""The dispatch mode behind `trace_loader`: lets no write to a real tensor pass, and remembers where data came from.
+
+Three kinds of storage are known while it runs. A *record* is a storage whose content is boxes of logical tensors and
+constants: the logical tensors themselves, and whatever was copied together from them. A *temporary* is a real storage
+that the loader made during the trace; it may be written. Everything else existed before, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightcast.adapters.tracing.provenance import (
+    Piece,
+    Record,
+    Temporary,
+    as_allocated,
+    check_lossless,
+    constant_piece,
+    pieces_of,
+    same_memory,
+    storage_id,
+)
+from weightcast.adapters.tracing.recorder import Recorder, copy_between
+from weightcast.adapters.tracing.replay import Tape, tensors_in
+from weightcast.adapters.tracing.strided import Base, Box, Copy, NotABoxError, align
+from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.layout.dtypes import to_torch
+from weightcast.transfer.layout.tables import TensorSpec
+
+__all__ = ["LoaderMode"]
+
+aten = torch.ops.aten
+
+_COPIES = {aten.clone.default, aten._to_copy.default}
+_COPY_IN_PLACE = {aten.copy_.default, aten.fill_.Tensor}
+_FILLS = {aten.fill_.Scalar, aten.zero_.default}
+_CONSTANTS = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_NO_DATA = _CONSTANTS | {
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "empty",
+    "empty_strided",
+    "rand_like",
+    "randn_like",
+}
+_ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
+
+
+class LoaderMode(TorchDispatchMode):
+    """Use as a context around the loader; `logical` makes its inputs, the recorder gets its writes.
+
+    The tape gets the operators that make or change anything but parameters.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = ""
+        self.tape = Tape()
+        self._is_input = False
+        self._elsewhere: set[int] = set()
+        self._recorder = recorder
+        self._records: dict[int, Record] = {}
+        self._temporaries: dict[int, Temporary] = {}
+        self._logical: dict[str, Base] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._parameters: dict[int, list[str]] = {}
+        self._written: dict[Any, tuple[list[int], list[str]]] = {}
+        for name, t in recorder.parameters.items():
+            self._parameters.setdefault(storage_id(t), []).append(name)
+
+    def logical(self, name: str, spec: TensorSpec) -> torch.Tensor:
+        """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
+        self.current = name
+        dtype = self._dtypes[name] = to_torch(spec.dtype)
+        self._is_input = True
+        t = torch.empty(spec.shape, dtype=dtype, device="meta")
+        self._is_input = False
+        base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
+        whole = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
+        self._records[storage_id(t)] = Record(base, dtype, [whole], alive=_weakly(t))
+        self.tape.logical[storage_id(t)] = name
+        return t
+
+    def alive(self) -> frozenset[int]:
+        """The storages made under the trace that are still held by somebody."""
+        for _ in range(2):
+            storages = {k for k, record in self._records.items() if not record.alive.expired()}
+            storages |= {k for k, temporary in self._temporaries.items() if not temporary.alive.expired()}
+            if not storages:
+                break
+            gc.collect()
+        return frozenset(storages)
+
+    def _record(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        written: Sequence[torch.Tensor] = (),
+        results: Sequence[torch.Tensor | None] = (),
+    ) -> None:
+        """Puts an operator on the tape, which writes some of its arguments, or returns new tensors."""
+        self.tape.record(
+            func,
+            args,
+            kwargs,
+            written=written,
+            results=results,
+            is_live=lambda t: storage_id(t) not in self._records and storage_id(t) not in self._temporaries,
+            order=self._recorder.order,
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_input:
+            return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            # Without autograd nobody has taken composite operators (chunk, to, contiguous) apart yet.
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        arguments = list(tensors_in([*args, *kwargs.values()]))
+        written = self._mutated(func, args, kwargs)
+        if written:
+            return self._mutate(func, args, kwargs, arguments, written)
+        known = [t for t in arguments if self._is_known(t)]
+        if known:
+            return self._derive(func, args, kwargs, arguments, known)
+        return self._compute(func, args, kwargs, arguments)
+
+    def _is_known(self, t: torch.Tensor) -> bool:
+        """Returns whether the tensor has no values to compute with: on the meta device, or written only in pretence."""
+        return t.is_meta or storage_id(t) in self._records
+
+    # Operators that write
+
+    def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """The arguments that an operator writes, by its schema."""
+        places = self._written.get(func)
+        if places is None:
+            at: list[int] = []
+            named: list[str] = []
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    named.append(argument.name) if argument.kwarg_only else at.append(i)
+            places = self._written[func] = (at, named)
+        values = [args[i] for i in places[0] if i < len(args)] + [kwargs[n] for n in places[1] if n in kwargs]
+        return list(tensors_in(values))
+
+    def _mutate(
+        self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], written: list[torch.Tensor]
+    ) -> Any:
+        inputs_known = any(self._is_known(t) for t in arguments)
+        if not inputs_known and all(storage_id(t) in self._temporaries for t in written):
+            for t in written:
+                temporary = self._temporaries[storage_id(t)]
+                covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
+                temporary.constant = func in _FILLS and covers
+                temporary.parameter = temporary.parameter or self._parameter_behind(arguments)
+            self._record(func, args, kwargs, written=written)
+            return func(*args, **kwargs)
+        refused = len(self._recorder.opaque)
+        if func in _COPY_IN_PLACE:
+            self._write(args[0], args[1], str(func))
+        elif func is aten._foreach_copy_.default:
+            for dst, src in zip(args[0], args[1], strict=True):
+                self._write(dst, src, str(func))
+        elif func in _FILLS:
+            self._write(args[0], None, str(func))
+        else:
+            names = frozenset().union(*(self._names(t) for t in arguments))
+            for t in written:
+                self._spoil(t, str(func), names, "is no copy")
+        elsewhere = [storage_id(t) for t in written if self._parameter_of(t) is None]
+        if elsewhere or len(self._recorder.opaque) > refused:
+            self._record(func, args, kwargs, written=written)
+            self._elsewhere.update(elsewhere)
+        return self._returned(func, args, kwargs)
+
+    def _returned(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The results of a swallowed operator: the arguments that its schema says it returns."""
+        by_alias = {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = kwargs.get(argument.name, args[i] if i < len(args) else None)
+                by_alias[frozenset(argument.alias_info.before_set)] = value
+        results = []
+        for returned in func._schema.returns:
+            key = frozenset(returned.alias_info.before_set) if returned.alias_info is not None else None
+            if key not in by_alias:
+                raise DescribeError(
+                    f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and "
+                    "computes "
+                    "at once; it cannot be traced"
+                )
+            results.append(by_alias[key])
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+    def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
+        """Records a copy, or a fill where `src` is None."""
+        if dst.numel() == 0 or (src is not None and same_memory(dst, src)):
+            return
+        try:
+            copies = list(self._copies(dst, src))
+            if (parameter := self._parameter_of(dst)) is not None:
+                self._write_parameter(parameter, dst, copies)
+                return
+            record = self._record_for(dst)
+            if record is None:
+                self._recorder.used.update(name for name, _, _ in copies if name)
+                return
+            if dst.dtype != record.dtype:
+                raise NotABoxError(f"{dst.dtype} written over {record.dtype}")
+            for name, copy, through in copies:
+                for piece in align(copy, record.base, "dst"):
+                    path = (*through, record.dtype)
+                    record.pieces.append(Piece(piece.box, name, piece.copy.src_offset, piece.other, path))
+        except NotABoxError as why:
+            self._spoil(dst, operator, self._names(src) if src is not None else frozenset(), str(why))
+
+    def _write_parameter(
+        self, parameter: str, dst: torch.Tensor, copies: list[tuple[str | None, Copy, tuple[torch.dtype, ...]]]
+    ) -> None:
+        t = self._recorder.parameters[parameter]
+        if dst.dtype != t.dtype:
+            raise NotABoxError(f"{dst.dtype} written over a parameter of {t.dtype}")
+        for name, copy, through in copies:
+            if name is None:
+                self._recorder.filled(parameter, copy)
+                continue
+            check_lossless(self._dtypes[name], through, t.dtype)
+            self._recorder.copied(parameter, name, self._logical[name], copy)
+
+    def _copies(
+        self, dst: torch.Tensor, src: torch.Tensor | None
+    ) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
+        """The copy as (logical tensor or None for a constant, copy from it, dtypes on the way). Raises NotABoxError."""
+        if src is None:
+            yield None, copy_between(dst), ()
+            return
+        record = self._record_for(src, create=False)
+        if record is None:
+            # A number in a tensor of its own, as Python's `t[0] = 0` makes it, is a constant as well.
+            is_number = src.dim() == 0 and self._parameter_behind([src]) is None
+            if not is_number and not self._is_constant(src):
+                raise NotABoxError("values that are not in the checkpoint")
+            yield None, copy_between(dst), ()
+            return
+        if record.computed is not None:
+            raise NotABoxError("values computed from the checkpoint")
+        if src.dtype != record.dtype:
+            raise NotABoxError(f"bits of {record.dtype} read as {src.dtype}")
+        for part in align(copy_between(dst, src.expand(dst.shape)), record.base, "src"):
+            yield from pieces_of(part, record)
+
+    def _record_for(self, t: torch.Tensor, create: bool = True) -> Record | None:
+        """The record of a storage; a temporary gets one when it is first written with known content."""
+        key = storage_id(t)
+        record = self._records.get(key)
+        if record is None and create and (temporary := self._temporaries.get(key)) is not None:
+            record = self._records[key] = Record(temporary.base, temporary.dtype, alive=temporary.alive)
+            if temporary.constant:
+                record.pieces.append(constant_piece(temporary.base))
+        return record
+
+    def _spoil(self, dst: torch.Tensor, operator: str, names: frozenset[str], why: str) -> None:
+        """A write that is no strided copy: opaque on a parameter, unknown content elsewhere."""
+        self._recorder.used.update(names)
+        source = f"{why} (checkpoint tensors: {', '.join(sorted(names)[:4]) or 'none'})"
+        if (parameter := self._parameter_of(dst)) is not None:
+            self._recorder.refused(parameter, dst, operator, source)
+        elif (record := self._record_for(dst)) is not None:
+            record.computed = names | self._names(dst)
+
+    # Operators that make tensors
+
+    def _derive(
+        self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], known: list[torch.Tensor]
+    ) -> Any:
+        """An operator on tensors without values: views pass, copies are remembered, everything else is computed."""
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return func(*args, **kwargs)
+        name = func._schema.name.removeprefix("aten::")
+        if name in _NO_DATA:
+            out = self._made(func(*args, **kwargs), name in _CONSTANTS)
+            self._record(func, args, kwargs, results=[out])
+            return out
+        if func in _ASKS_NO_VALUE:
+            return func(*args, **kwargs)
+        if not any("Tensor" in str(r.type) for r in func._schema.returns):
+            raise self._reads(func, known)
+        try:
+            out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+        except NotImplementedError as error:
+            raise self._reads(func, known) from error  # Its result has a shape that depends on values.
+        results = list(tensors_in([out]))
+        inputs = {storage_id(t) for t in arguments}
+        fresh = [t for t in results if storage_id(t) not in inputs]
+        for t in fresh:
+            self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=_weakly(t))
+        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in results])
+        if len(fresh) == 1 and self._is_copy(func, args, fresh[0]):
+            return out
+        names = frozenset().union(*(self._names(t) for t in arguments))
+        for t in fresh:
+            self._records[storage_id(t)].computed = names
+        return out
+
+    def _reads(self, func: Any, known: list[torch.Tensor]) -> DescribeError:
+        read = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
+        return DescribeError(
+            f"the engine's loader reads values of checkpoint tensor {(read or self.current)!r} ({func}); what it does "
+            "with them cannot be traced"
+        )
+
+    def _is_copy(self, func: Any, args: Any, out: torch.Tensor) -> bool:
+        """Fills the record of `out` when the operator only moves data."""
+        if func in _COPIES:
+            self._write(out, args[0], str(func))
+        elif func is aten.cat.default:
+            dim, position = (args[1] if len(args) > 1 else 0), 0
+            for t in args[0]:
+                if t.dim() == 1 and t.numel() == 0:
+                    continue  # The legacy empty tensor, which fits to any shape.
+                self._write(out.narrow(dim, position, t.shape[dim]), t, str(func))
+                position += t.shape[dim]
+        elif func is aten.stack.default:
+            for i, t in enumerate(args[0]):
+                self._write(out.select(args[1] if len(args) > 1 else 0, i), t, str(func))
+        elif func is aten.constant_pad_nd.default and min(args[1]) >= 0:
+            self._records[storage_id(out)].pieces.append(constant_piece(as_allocated(out)))
+            inner = out
+            for k, before in enumerate(args[1][::2]):
+                dim = out.dim() - 1 - k
+                inner = inner.narrow(dim, before, args[0].shape[dim])
+            self._write(inner, args[0], str(func))
+        else:
+            return False
+        return True
+
+    def _made(self, out: torch.Tensor, constant: bool) -> torch.Tensor:
+        """Registers a tensor whose content does not depend on any other."""
+        if out.is_meta:
+            pieces = [constant_piece(as_allocated(out))] if constant else []
+            self._records[storage_id(out)] = Record(as_allocated(out), out.dtype, pieces, alive=_weakly(out))
+        else:
+            self._remember(out, constant, None)
+        return out
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor]) -> Any:
+        """An operator on real tensors alone; what it makes may be written later."""
+        behind = self._parameter_behind(arguments)
+        name = func._schema.name.removeprefix("aten::")
+        out = func(*args, **kwargs)
+        results = list(tensors_in([out]))
+        if not results and behind is not None and func not in _ASKS_NO_VALUE:
+            raise DescribeError(
+                f"the engine's loader reads values of parameter {behind} ({func}) at checkpoint tensor "
+                f"{self.current!r}; what it does with them cannot be traced"
+            )
+        inputs = {storage_id(t) for t in arguments}
+        constant = name in _CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
+        for t in results:
+            if storage_id(t) in inputs:
+                continue
+            if t.is_meta:
+                self._made(t, constant)
+            else:
+                self._remember(t, constant, None if name in _NO_DATA else behind)
+        fresh = [t if storage_id(t) not in inputs else None for t in results]
+        if any(t is not None for t in fresh):
+            self._record(func, args, kwargs, results=fresh)
+        return out
+
+    def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
+        self._temporaries[storage_id(t)] = Temporary(_weakly(t), as_allocated(t), t.dtype, constant, parameter)
+
+    def _is_constant(self, t: torch.Tensor) -> bool:
+        temporary = self._temporaries.get(storage_id(t))
+        return temporary is not None and temporary.constant
+
+    # Names
+
+    def _parameter_of(self, t: torch.Tensor) -> str | None:
+        """The parameter that a view lies in."""
+        names = self._parameters.get(storage_id(t), [])
+        for name in names:
+            p = self._recorder.parameters[name]
+            end = p.storage_offset() + sum((n - 1) * s for n, s in zip(p.shape, p.stride(), strict=True))
+            if p.storage_offset() <= t.storage_offset() <= end:
+                return name
+        return None
+
+    def _parameter_behind(self, tensors: list[torch.Tensor]) -> str | None:
+        """A parameter whose values some of the tensors hold or were computed from."""
+        for t in tensors:
+            key = storage_id(t)
+            if key in self._parameters:
+                return repr(self._parameters[key][0])
+            if key in self._temporaries and self._temporaries[key].parameter is not None:
+                return self._temporaries[key].parameter
+            if key in self._elsewhere:
+                return "of its own making"
+        return None
+
+    def _names(self, t: torch.Tensor) -> frozenset[str]:
+        """The logical tensors that a tensor holds or was computed from."""
+        record = self._records.get(storage_id(t))
+        if record is None:
+            return frozenset()
+        return (record.computed or frozenset()) | {p.tensor for p in record.pieces if p.tensor is not None}
+
+
+def _to_meta(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values if values.is_meta else values.to("meta")
+    if isinstance(values, (list, tuple)):
+        return type(values)(_to_meta(v) for v in values)
+    return values
+
+
+def _to_meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of an operator that is to run on the meta device whatever device it was asked for."""
+    return {k: torch.device("meta") if k == "device" else _to_meta(v) for k, v in kwargs.items() if k != "pin_memory"}
+
+
+def _weakly(t: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(t.untyped_storage())

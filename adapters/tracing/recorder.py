@@ -1,0 +1,132 @@
+"""Rows that a traced loader leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightcast.adapters.tracing.strided import Aligned, Base, Box, Copy, Dim, NotABoxError, align
+
+if TYPE_CHECKING:
+    import torch
+
+
+__all__ = ["Fill", "OpaqueWrite", "Recorder", "TracedRegion", "copy_between"]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """Box `box` of `parameter` is written with the box (offset, view.shape) of logical tensor `tensor`.
+
+    `view` is the memory of the box, its dimensions in the order of the logical tensor's; `box` is in the coordinates of
+    the parameter. `order` numbers all writes of the trace.
+    """
+
+    parameter: str
+    box: Box
+    tensor: str
+    offset: tuple[int, ...]
+    view: torch.Tensor
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The loader fills box `box` of `parameter` with a constant: padding, unless a later copy overwrites it."""
+
+    parameter: str
+    box: Box
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueWrite:
+    """Operator `operator` writes box `box` of `parameter` with what is no strided copy; `why` says what."""
+
+    parameter: str
+    box: Box
+    operator: str
+    why: str
+
+
+@dataclass(slots=True)
+class Recorder:
+    """Collects the writes of a trace and turns them into regions in the parameters' own coordinates."""
+
+    parameters: Mapping[str, torch.Tensor]
+    regions: list[TracedRegion] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+    opaque: list[OpaqueWrite] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    order: int = 0
+    """How many writes into parameters there were."""
+    _bases: dict[str, Base] = field(default_factory=dict)
+
+    def base(self, parameter: str) -> Base:
+        """The parameter as allocated."""
+        known = self._bases.get(parameter)
+        if known is None:
+            t = self.parameters[parameter]
+            known = self._bases[parameter] = Base(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+        return known
+
+    def copied(self, parameter: str, tensor: str, logical: Base, copy: Copy) -> None:
+        """One strided copy of logical `tensor` (allocated as `logical`) into a parameter. Raises NotABoxError."""
+        self.used.add(tensor)
+        for source in align(copy, logical, "src"):
+            parts = list(align(source.copy, self.base(parameter), "dst"))
+            if len(parts) == 1:
+                self._region(parameter, parts[0].box, tensor, source)
+                continue
+            for part in parts:
+                pieces = list(align(part.copy, logical, "src"))
+                if len(pieces) != 1:
+                    raise NotABoxError("boxes of the parameter and of the checkpoint tensor that do not fit together")
+                self._region(parameter, part.box, tensor, pieces[0])
+
+    def _region(self, parameter: str, box: Box, tensor: str, source: Aligned) -> None:
+        view = self._view(parameter, source.box.size, source.other, source.copy.dst_offset)
+        self.order += 1
+        self.regions.append(TracedRegion(parameter, box, tensor, source.box.start, view, self.order))
+
+    def _view(self, parameter: str, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        import torch
+
+        return torch.as_strided(self.parameters[parameter].data, size, stride, offset)
+
+    def filled(self, parameter: str, copy: Copy) -> None:
+        """A constant into a view of a parameter; only the destination of `copy` counts. Raises NotABoxError."""
+        for piece in align(copy, self.base(parameter), "dst"):
+            self.order += 1
+            self.fills.append(Fill(parameter, piece.box, self.order))
+
+    def refused(self, parameter: str, dst: torch.Tensor, operator: str, why: str) -> None:
+        """A write that is no strided copy."""
+        self.opaque.append(OpaqueWrite(parameter, self._around(parameter, dst), operator, why))
+
+    def written_since(self, counts: tuple[int, int, int]) -> frozenset[str]:
+        """The parameters written since there were `counts` regions, fills and opaque writes."""
+        regions, fills, opaque = counts
+        names = {r.parameter for r in self.regions[regions:]} | {f.parameter for f in self.fills[fills:]}
+        return frozenset(names | {w.parameter for w in self.opaque[opaque:]})
+
+    def counts(self) -> tuple[int, int, int]:
+        """How many regions, fills and opaque writes there are."""
+        return len(self.regions), len(self.fills), len(self.opaque)
+
+    def _around(self, parameter: str, dst: torch.Tensor) -> Box:
+        """The box of a view for a message; the whole parameter where the view is no box."""
+        base = self.base(parameter)
+        try:
+            boxes = [piece.box for piece in align(copy_between(dst), base, "dst")]
+        except NotABoxError:
+            boxes = []
+        return boxes[0] if len(boxes) == 1 else Box((0,) * len(base.size), base.size)
+
+
+def copy_between(dst: torch.Tensor, src: torch.Tensor | None = None) -> Copy:
+    """The copy of one view into another of the same shape; without `src` the source does not move."""
+    steps = (0,) * dst.dim() if src is None else src.stride()
+    dims = tuple(Dim(n, d, s) for n, d, s in zip(dst.shape, dst.stride(), steps, strict=True) if n > 1)
+    return Copy(int(dst.storage_offset()), 0 if src is None else int(src.storage_offset()), dims)

@@ -1,0 +1,292 @@
+"""Records the operators that run while a loader is traced, and replays those behind a tensor that it computes.
+
+A tape knows tensors as strided views of storages: of memory from before the recording, or of what a step makes. So
+views need no steps, and a tape holds no memory of its own. A recipe is the steps behind some storages, checked to give
+the same values whenever it is run: from parameters as the loader left them last, by deterministic operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from weightcast.adapters.tracing.provenance import storage_id
+
+__all__ = [
+    "NotReplayableError",
+    "Operand",
+    "Recipe",
+    "Step",
+    "Tape",
+    "check_order",
+    "copy_step",
+    "operand_of",
+    "tensors_in",
+]
+
+aten = torch.ops.aten
+
+_MOVES = {
+    *("_to_copy", "cat", "stack", "constant_pad_nd", "repeat", "index_select", "index", "gather", "flip", "roll"),
+    *("copy_", "_foreach_copy_", "fill_", "zero_", "arange", "linspace", "tril", "triu", "amax", "amin"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"),
+    *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "eye"),
+}
+"""Operators beside torch's pointwise ones that give the same bits for the same inputs, on every device."""
+
+_OVERWRITES = {"copy_", "_foreach_copy_", "fill_", "zero_"}
+
+
+class NotReplayableError(Exception):
+    """The steps behind a tensor cannot be run again; the message is the end of a sentence about that tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A strided view of a storage, in elements; `live` is that view where the storage is from before the recording."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    whole: bool
+    """It has every byte of its storage."""
+    meta: bool
+    live: torch.Tensor | None = None
+
+    def covers(self, other: Operand) -> bool:
+        """Returns whether every element of `other` is one of this view; False where that takes more than a look."""
+        if self.storage != other.storage:
+            return False
+        mine = (self.size, self.stride, self.offset, self.dtype)
+        return self.whole or mine == (other.size, other.stride, other.offset, other.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator with its arguments, operands in place of tensors.
+
+    `written` are the operands that it changes, `results` those that it makes, by place among the tensors it returns,
+    None where one is a view of an argument. `order` counts the writes into parameters before it.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    written: tuple[Operand, ...]
+    results: tuple[Operand | None, ...]
+    order: int
+
+    @property
+    def name(self) -> str:
+        """The operator's name without namespace and overload."""
+        return str(self.operator._schema.name).rpartition("::")[2]
+
+    def reads(self) -> Iterator[Operand]:
+        """Operands whose values it needs."""
+        replaced = self.overwritten()
+        for operand in _operands([*self.args, *self.kwargs.values()]):
+            if not any(operand is r for r in replaced):
+                yield operand
+
+    def overwritten(self) -> tuple[Operand, ...]:
+        """Operands that it fills with values that do not depend on what was there."""
+        return self.written if self.name in _OVERWRITES or "out" in self.kwargs else ()
+
+
+@dataclass(slots=True)
+class Tape:
+    """The steps of a trace in order, and the storages of the logical tensors that it was given, by name.
+
+    `loaded` is how many steps the loader took; those after it belong to the end of an update session.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    logical: dict[int, str] = field(default_factory=dict)
+    loaded: int = 0
+
+    def record(
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        written: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor | None],
+        is_live: Callable[[torch.Tensor], bool],
+        order: int,
+    ) -> None:
+        """Adds a step; `is_live` says of a tensor whether its storage was there before the recording."""
+        known: dict[int, Operand] = {}
+
+        def operand(t: torch.Tensor) -> Operand:
+            if id(t) not in known:
+                known[id(t)] = _operand(t, is_live(t))
+            return known[id(t)]
+
+        step = Step(
+            operator,
+            tuple(_map(args, torch.Tensor, operand)),
+            {name: _map(value, torch.Tensor, operand) for name, value in kwargs.items()},
+            tuple(operand(t) for t in written),
+            tuple(None if t is None else operand(t) for t in results),
+            order,
+        )
+        self.steps.append(step)
+
+    def behind(self, storages: Iterable[int], steps: Sequence[Step]) -> list[Step]:
+        """Those of `steps` that what is in some storages afterwards depends on."""
+        needed, dependencies = set(storages), []
+        for step in reversed(steps):
+            makes = {r.storage for r in step.results if r is not None}
+            if not needed & (makes | {w.storage for w in step.written}):
+                continue
+            dependencies.append(step)
+            needed -= makes
+            needed -= {w.storage for w in step.overwritten() if w.whole}
+            needed |= {r.storage for r in step.reads()}
+        return dependencies[::-1]
+
+    def recipe(self, storages: frozenset[int], last_write: Mapping[int, int], changed: frozenset[int]) -> list[Step]:
+        """The loader's steps behind some storages. Raises NotReplayableError where they cannot be run again.
+
+        `last_write` is the order of the last write into each storage of parameters, `changed` the storages from before
+        the recording that the loader or the end of a session writes and that are none of parameters.
+        """
+        steps = self.behind(storages, self.steps[: self.loaded])
+        check_order(steps, last_write, changed)
+        read = {o.storage for step in steps for o in step.reads()}.union(storages)
+        names = sorted(self.logical[storage] for storage in read & self.logical.keys())
+        if names or any(r is not None and r.meta for step in steps for r in step.results):
+            how = f" ({steps[-1].operator})" if steps else ""
+            raise NotReplayableError(
+                f"is loaded or computed from checkpoint tensor {', '.join(map(repr, names[:4])) or 'unknown'}{how}, "
+                "and is no copy of it in a parameter or persistent buffer"
+            )
+        for step in steps:
+            if not _is_deterministic(step):
+                raise NotReplayableError(f"is computed with {step.operator}, which need not give the same values again")
+        return steps
+
+
+def check_order(steps: Sequence[Step], last_write: Mapping[int, int], changed: frozenset[int]) -> None:
+    """Checks that steps read parameters after their last write, and other memory that changes after they wrote it.
+
+    Raises NotReplayableError.
+    """
+    fresh: list[Operand] = []
+    for step in steps:
+        for operand in step.reads():
+            if last_write.get(operand.storage, 0) > step.order:
+                raise NotReplayableError("is computed from a parameter of which the loader writes more afterwards")
+            if operand.storage in changed and not any(f.covers(operand) for f in fresh):
+                raise NotReplayableError(f"is computed from its own or another old value ({step.operator})")
+        fresh.extend(step.overwritten())
+        fresh.extend(result for result in step.results if result is not None)
+
+
+class Recipe:
+    """Steps that recompute tensors in place, and those of their results that are bound to something afterwards."""
+
+    def __init__(self, steps: Sequence[Step], results: Sequence[Operand] = ()) -> None:
+        self._steps, self._results = tuple(steps), tuple(results)
+        needed = {r.storage for r in results}
+        self._done: list[set[int]] = [set() for _ in self._steps]
+        for step, done in zip(reversed(self._steps), reversed(self._done), strict=True):
+            used = {o.storage for o in _operands([*step.args, *step.kwargs.values(), step.results]) if o.live is None}
+            done |= used - needed
+            needed |= used
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def run(self) -> list[torch.Tensor]:
+        """Runs the steps; the tensors of `results`. What a step makes is freed after its last use."""
+        tensors: dict[int, torch.Tensor] = {}
+
+        def tensor(operand: Operand) -> torch.Tensor:
+            if operand.live is not None:
+                return operand.live
+            whole = tensors[operand.storage]
+            view = torch.empty(0, dtype=operand.dtype, device=whole.device)
+            return view.set_(whole.untyped_storage(), operand.offset, operand.size, operand.stride)
+
+        # Parameters of engines that were made in inference mode can only be written in it.
+        with torch.inference_mode():
+            for step, done in zip(self._steps, self._done, strict=True):
+                out = step.operator(
+                    *_map(step.args, Operand, tensor), **{k: _map(v, Operand, tensor) for k, v in step.kwargs.items()}
+                )
+                for t, result in zip(tensors_in([out]) if step.results else (), step.results, strict=True):
+                    if result is None:
+                        continue
+                    if (tuple(t.shape), t.dtype) != (result.size, result.dtype) or tuple(t.stride()) != result.stride:
+                        raise RuntimeError(
+                            f"{step.operator} made {t.dtype} {tuple(t.shape)} of strides {tuple(t.stride())}, "
+                            f"{result.dtype} {result.size} of strides {result.stride} when it was recorded"
+                        )
+                    tensors[result.storage] = t
+                for storage in done:
+                    tensors.pop(storage, None)
+            return [tensor(operand) for operand in self._results]
+
+
+def copy_step(source: Operand, target: torch.Tensor) -> Step:
+    """The step that copies what other steps made into memory that is there."""
+    into = _operand(target, live=True)
+    return Step(aten.copy_.default, (into, source), {}, (into,), (None,), 0)
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results, and in lists among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (v for v in value if isinstance(v, torch.Tensor))
+
+
+def operand_of(t: torch.Tensor, live: bool = False) -> Operand:
+    """The operand of a tensor: of one that a step of a tape made, or of `live` memory."""
+    return _operand(t, live)
+
+
+def _operand(t: torch.Tensor, live: bool) -> Operand:
+    return Operand(
+        storage_id(t),
+        tuple(t.shape),
+        tuple(t.stride()),
+        int(t.storage_offset()),
+        t.dtype,
+        t.numel() * t.itemsize == t.untyped_storage().nbytes(),
+        t.is_meta,
+        t.detach() if live else None,
+    )
+
+
+def _operands(values: Sequence[Any]) -> Iterator[Operand]:
+    for value in values:
+        if isinstance(value, Operand):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _operands(value)
+
+
+def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Arguments of an operator with everything of a kind changed, in lists too."""
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_map(v, kind, change) for v in value])
+    return value
+
+
+def _is_deterministic(step: Step) -> bool:
+    tags = step.operator.tags
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return torch.Tag.pointwise in tags or step.name in _MOVES

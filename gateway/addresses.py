@@ -1,0 +1,52 @@
+"""Addresses that people hand in, checked before anyone connects to them, and whom to trust behind them."""
+
+from __future__ import annotations
+
+import os
+import ssl
+
+import httpx
+
+from weightcast.transfer.errors import InputError
+
+__all__ = ["CA_VARIABLE", "check_url", "transport_to", "trusted"]
+
+CA_VARIABLE = "WEIGHTCAST_CA"
+"""Environment variable with a file of certificates to trust in gateway and engines, in place of the system's."""
+
+
+def check_url(whose: str, url: str, of: str) -> None:
+    """Raises InputError unless `url` is http or https with a host; `of` says of what, `whose` stands first."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        fault = f" ({' '.join(str(error).split())})"
+    else:
+        if parsed.scheme in ("http", "https") and parsed.host:
+            return
+        fault = ""
+    raise InputError(f"{whose}url is {url!r}, expected http://host:port of {of}{fault}")
+
+
+def transport_to(url: str) -> httpx.BaseTransport | None:
+    """How a gateway at `url` is reached, None for HTTP. Raises InputError for another address than http, https, ray."""
+    if not url.startswith("ray://"):
+        check_url("gateway ", url, "the gateway")
+        return None
+    from weightcast.gateway.ray_address import RayTransport, actor_name
+
+    return RayTransport(actor_name(url))
+
+
+def trusted(url: str) -> ssl.SSLContext | bool:
+    """How the certificate of `url` is checked, as httpx wants it: by the file that WEIGHTCAST_CA names, if it does.
+
+    Raises InputError for a file that cannot be read.
+    """
+    file = os.environ.get(CA_VARIABLE, "")
+    if not file or not url.startswith("https"):
+        return True
+    try:
+        return ssl.create_default_context(cafile=file)
+    except (OSError, ssl.SSLError) as error:
+        raise InputError(f"{CA_VARIABLE} names {file!r}, which is no file of certificates: {error}") from None

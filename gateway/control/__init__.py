@@ -1,0 +1,1 @@
+"""The control plane: gateway, pairs, instances, connects and updates."""

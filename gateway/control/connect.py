@@ -1,0 +1,189 @@
+"""How a connect proceeds: describe, register, merge, plan, join. The update itself is in `transaction`.
+
+Each instance goes its own way: the failure of one touches no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from weightcast.gateway.control.instance import Instance, absent
+from weightcast.gateway.control.instance_state import Event, Phase
+from weightcast.gateway.control.pair import Pair, as_weightcast_error
+from weightcast.gateway.layouts.digest_check import DigestCheck
+from weightcast.gateway.layouts.merge import InstanceLayout, TrainerLayout, merge_instance, merge_trainer
+from weightcast.gateway.records import Order
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.planner.replan import Planner
+from weightcast.transfer.planner.topology import Hosts
+
+__all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
+
+log = logging.getLogger("weightcast.gateway")
+
+
+async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
+    """Connects every instance to a generation of the trainer, unless it has started anew before its turn: then another
+    connect follows. Failures stay with their instance.
+    """
+    async with pair.busy:
+        if generation != pair.generation:
+            pair.let_go()
+            return
+        pair.acting = generation
+        instances = pair.present
+        try:
+            await merge_trainer_reports(pair)
+        except Exception as error:  # whatever it is, the ranks have to be told
+            for instance in instances:
+                await _connect_failed(pair, instance, as_weightcast_error(error))
+        else:
+            await connect_instances(pair, instances, gateway_host, gateway_port)
+        pair.let_go()
+
+
+async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str, port: int) -> None:
+    """One new epoch for each of `instances`; planned together so that the trainer's load is spread over all."""
+    calls = {}
+    for instance in instances:
+        if instance.record.phase is not Phase.REGISTERING:
+            instance.on(Event.REJOIN)
+            instance.clear_epoch()
+        try:
+            await instance.save()  # a later life of the gateway must not count this epoch again
+        except ControlError as error:
+            instance.stop(error)
+        await pair.give(instance, Order("register", instance.record.epoch, pair.updating))
+        calls[instance.name] = watched(instance, _engine_connect(instance, host, port))
+    layouts = await asyncio.gather(*(_merge_instance(pair, i) for i in instances), return_exceptions=True)
+    good: dict[str, InstanceLayout] = {}
+    for instance, layout in zip(instances, layouts, strict=True):
+        if isinstance(layout, BaseException):
+            await _connect_failed(pair, instance, as_weightcast_error(layout))
+        else:
+            good[instance.name] = instance.layout = layout
+    if good:
+        try:
+            await _plan(pair, good)
+        except Exception as error:
+            for name in good:
+                await _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
+    await asyncio.gather(*(_finish_connect(pair, i, calls[i.name]) for i in instances))
+
+
+async def _engine_connect(instance: Instance, host: str, port: int) -> None:
+    """The engine's own call; its failure is kept as the failure of the instance unless a rank told a better one."""
+    try:
+        await instance.driver.connect(host, port, instance.group)
+    except WeightcastError as error:
+        if instance.failure is None:
+            instance.failure = error
+
+
+async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) -> None:
+    """The trainer's layout, once all of its ranks have registered. Raises DeadlineError naming who has not; `deadline`
+    is that of the update which needs it.
+    """
+    if pair.trainer_layout is None:
+        seconds = pair.spec.settings.register
+        await pair.wait(
+            lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
+            seconds if deadline is None else min(seconds, deadline.left),
+            lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
+        )
+        reports = list(pair.trainer_reports.values())
+        pair.trainer_layout = await asyncio.to_thread(merge_trainer, reports)
+
+
+async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
+    world = instance.world
+    await instance.until(
+        lambda: len(instance.reports) == world,
+        pair.spec.settings.register,
+        lambda: f"instance {instance.name} ranks {absent(instance.reports, world)} did not register",
+    )
+    catalog = _trainer_layout(pair).tensors
+    return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()), catalog)
+
+
+def _trainer_layout(pair: Pair) -> TrainerLayout:
+    if pair.trainer_layout is None:
+        raise PairStateError(f"pair {pair.spec.name}: the trainer has not registered; connect first")
+    return pair.trainer_layout
+
+
+async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
+    trainer = _trainer_layout(pair)
+    joined = {name: layout.joined for name, layout in layouts.items()}
+    # Instances that connect anew after their experts moved are planned from what changed.
+    planner = pair.planners.setdefault(tuple(joined), Planner())
+    topology = pair.spec.topology
+    if topology is not None:
+        topology = replace(topology, between_instances=False)  # instances share no communicator
+    try:
+        hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
+        planned = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
+        plan = await asyncio.to_thread(lambda: planned.plan)
+        share = pair.spec.bucket_bytes // max(1, len(pair.instances))
+        parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
+        checks = DigestCheck(plan)
+    except WeightcastError as error:
+        for name in layouts:
+            await _connect_failed(pair, pair.instances[name], error)
+        return
+    for name in layouts:
+        instance = pair.instances[name]
+        instance.parts, instance.checks = parts, checks
+        instance.on(Event.PLAN)
+        await pair.give(instance, Order("join", instance.record.epoch))
+
+
+async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
+    def missing() -> str:
+        return f"the engine of instance {instance.name} did not connect"
+
+    if instance.parts is None:
+        await _give_up(call)
+        return
+    members = set(instance.members)
+    try:
+        await instance.until(
+            lambda: members <= instance.joined,
+            pair.spec.settings.join,
+            lambda: f"instance {instance.name}: {', '.join(sorted(members - instance.joined))} did not join",
+        )
+        await instance.in_update(call, missing)
+        if instance.failure is not None:
+            raise instance.failure
+        instance.on(Event.CONNECT)
+        await pair.give(instance, Order("connected", instance.record.epoch, pair.updating))
+    except Exception as error:  # whatever it is, the ranks have to be told
+        await _give_up(call)
+        await _connect_failed(pair, instance, as_weightcast_error(error))
+
+
+async def _give_up(call: asyncio.Task[None]) -> None:
+    """Nobody asks an engine any longer how a connect goes on that is over."""
+    call.cancel()
+    await asyncio.wait([call])
+
+
+async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
+    where = {"pair": pair.spec.name, "instance": instance.name}
+    log.error("pair %s instance %s: connect failed: %s", pair.spec.name, instance.name, error, extra=where)
+    instance.stop(error)
+    instance.on(Event.FAIL, reason=str(error))
+    await pair.give(instance, Order("failed", instance.record.epoch, pair.updating, reason=str(error)))
+
+
+def watched(instance: Instance, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """An engine's call as a task whose end wakes the waits of the instance: it may be the last that they wait for."""
+    task = asyncio.create_task(call)
+    task.add_done_callback(lambda _: instance.notify())
+    return task

@@ -1,0 +1,221 @@
+"""Drivers that take an engine through an update by the engine's own API.
+
+CUDA graphs, prefix caches, derived weights and the version that an answer carries belong to the engine; so a driver
+only calls what the engine offers for them, in the engine's order, and treats every refusal as a failure of the update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any, Protocol, TypeAlias
+
+import httpx
+
+from weightcast.gateway.addresses import check_url, trusted
+from weightcast.gateway.records import EngineSpec
+from weightcast.transfer.errors import EngineError, InputError
+
+__all__ = ["EngineDriver", "EngineSpec", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
+
+
+Done: TypeAlias = tuple[str, str | bool]
+
+LOAD_FORMAT = "weightcast"
+"""Load format by which the plugin knows that a transfer is meant for it."""
+CONNECTING = "connecting"
+"""What a rank with the plugin says while it registers and joins."""
+BUSY = "busy: "
+"""Begins, behind the name of an error, what a rank says that cannot drop its caches yet."""
+_FIRST_ASK, _LAST_ASK = 0.05, 1.0
+"""Seconds between two questions how a connect goes on: at first, and at most."""
+_AGAIN = 0.5
+"""Seconds until a busy engine is asked again."""
+_SHOWN = 2000
+"""Characters shown of an engine's message."""
+
+
+class EngineDriver(Protocol):
+    """The steps of an update, in the order they are called. Each raises EngineError."""
+
+    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
+        """Makes every rank describe itself, register, fetch its part and join; returns when the first has joined."""
+
+    async def pause(self) -> None:
+        """Stops generation."""
+
+    async def begin(self) -> None:
+        """Opens the update session."""
+
+    async def transfer(self, group: str) -> None:
+        """Makes every rank drop its caches and run its part; returns when the first has begun."""
+
+    async def end(self) -> None:
+        """Closes the session: derived weights are computed anew, caches dropped; then every rank begins to digest."""
+
+    async def publish(self, version: int) -> None:
+        """Stamps the version; every rank has dropped its caches before it reported its digests."""
+
+    async def resume(self) -> None:
+        """Goes on with generation."""
+
+    async def disconnect(self, group: str) -> None:
+        """Makes every rank leave the communicator."""
+
+    async def close(self) -> None:
+        """Lets go of connections to the engine; no step follows."""
+
+
+class WorkerDriver:
+    """For ranks that follow the gateway's orders by themselves: there is no engine API to call."""
+
+    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None: ...
+
+    async def pause(self) -> None: ...
+
+    async def begin(self) -> None: ...
+
+    async def transfer(self, group: str) -> None: ...
+
+    async def end(self) -> None: ...
+
+    async def publish(self, version: int) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def disconnect(self, group: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class SGLangDriver:
+    """SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`) with the weightcast plugin in its scheduler
+    processes.
+    """
+
+    def __init__(
+        self,
+        instance: str,
+        spec: EngineSpec,
+        timeout: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        patience: float = 30.0,
+    ) -> None:
+        """`timeout` in seconds bounds every call, `patience` how long a busy engine is asked to begin a transfer;
+        `transport` stands in for the network. Raises InputError.
+        """
+        self._instance = instance
+        self._spec = spec
+        self._patience = patience
+        check_url(f"instance {instance}: ", spec.url, "its SGLang server")
+        # Engines are neighbours: a proxy of the environment is for the world outside.
+        self._client = httpx.AsyncClient(
+            base_url=spec.url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(spec.url)
+        )
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> str:
+        """One call, and its message. `done` is the field, and its value, by which the route says that it did what was
+        asked.
+        """
+        try:
+            response = await self._client.post(path, json=body or {})
+        except httpx.HTTPError as error:
+            raise EngineError(
+                f"instance {self._instance}: POST {self._spec.url}{path} failed: "
+                f"{one_line(f'{type(error).__name__} {error}')}; is the server up?"
+            ) from error
+        # SGLang says success both by status and by a field; either one may carry the failure alone. What is no JSON
+        # comes from something in front of it.
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        said = answer if isinstance(answer, dict) else {}
+        if response.status_code != httpx.codes.OK or said.get(done[0]) != done[1]:
+            raise EngineError(
+                f"instance {self._instance}: {path} answered {response.status_code}: "
+                f"{one_line(said.get('message', response.text)) or 'nothing'}"
+            )
+        return str(said.get("message", ""))
+
+    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
+        body = {
+            "master_address": gateway_host,
+            "master_port": gateway_port,
+            "rank_offset": 0,
+            "world_size": self._spec.world_size,
+            "group_name": f"{group}/{self._spec.pause}/{uuid.uuid4().hex[:8]}",
+            "backend": self._spec.backend,
+        }
+        # The call comes back at once; made again, it says how that goes on. Ranks tell the gateway what comes of it;
+        # one that cannot reach it tells it here.
+        seconds = _FIRST_ASK
+        while await self._post("/init_weights_update_group", body) == CONNECTING:
+            await asyncio.sleep(seconds)
+            seconds = min(2 * seconds, _LAST_ASK)
+
+    async def pause(self) -> None:
+        await self._post("/pause_generation", {"mode": self._spec.pause}, done=("status", "ok"))
+        if self._spec.pause == "abort":
+            # It ends requests, but lets the scheduler run, which a health check makes compute; this stops it.
+            await self._post("/pause_generation", {"mode": "retract"}, done=("status", "ok"))
+
+    async def begin(self) -> None:
+        await self._post("/begin_weight_update", {"selector": "target"})
+
+    async def transfer(self, group: str) -> None:
+        # The version is stamped in `publish`, after the digests agree.
+        body = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": group,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+            "selector": "target",
+        }
+        patience = time.monotonic() + self._patience
+        while True:
+            try:
+                await self._post("/update_weights_from_distributed", body)
+            except EngineError as error:
+                # Requests that hold KV end by themselves, and nothing has been written yet.
+                if BUSY not in str(error) or time.monotonic() >= patience:
+                    raise
+                await asyncio.sleep(_AGAIN)
+            else:
+                return
+
+    async def end(self) -> None:
+        await self._post("/end_weight_update")
+
+    async def publish(self, version: int) -> None:
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def resume(self) -> None:
+        if self._spec.hold:
+            return
+        await self._post("/continue_generation", done=("status", "ok"))
+
+    async def disconnect(self, group: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group})
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def one_line(message: object) -> str:
+    """An engine's message without line breaks, for errors that have to stay on one line."""
+    return " ".join(str(message).split())[:_SHOWN]
+
+
+def make_driver(instance: str, spec: EngineSpec, timeout: float, patience: float = 30.0) -> EngineDriver:
+    """The driver for a spec, see `SGLangDriver`. Raises InputError for one that contradicts itself."""
+    if spec.world_size < 1:
+        raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
+    if spec.allow_non_finite and spec.non_finite == "report":
+        raise InputError(f"instance {instance}: non_finite is 'report', which allows all; leave allow_non_finite out")
+    if spec.kind == "worker":
+        return WorkerDriver()
+    return SGLangDriver(instance, spec, timeout, patience=patience)

@@ -1,0 +1,202 @@
+"""All pairs of one gateway process, and the tasks that move them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from weightcast.gateway.control import connect as coordinator
+from weightcast.gateway.control import update as transaction
+from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.control.metrics import Metrics
+from weightcast.gateway.control.pair import Pair
+from weightcast.gateway.control.store import Store
+from weightcast.gateway.control.waiting import Side
+from weightcast.gateway.incarnations import Standing
+from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.transfer.errors import AbsentError, ControlError, InputError
+
+__all__ = ["Gateway"]
+
+log = logging.getLogger("weightcast.gateway")
+
+MAX_PAIRS = 1000
+"""What a gateway keeps in memory has an end."""
+LISTEN_SECONDS = 0.5
+"""How often it is found out who is no longer heard from."""
+
+
+class Gateway:
+    """The pairs of one gateway process. `host` and `port` are where engines reach it.
+
+    Finds the pairs of an earlier life in `store`. Raises ControlError for a state file that is none.
+    """
+
+    def __init__(self, host: str, port: int, store: Store | None = None) -> None:
+        self.host = host
+        self.port = port
+        self.store = store or Store()
+        self.pairs: dict[str, Pair] = {}
+        self.metrics = Metrics(self.pairs)
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._connecting: dict[str, tuple[int, asyncio.Task[object]]] = {}
+        # Of pairs that were deleted: who was replaced is not believed again when a pair of that name is created.
+        self._processes: dict[str, list[Standing]] = {}
+        for spec, instances in self.store.load():
+            try:
+                self.pairs[spec.name] = Pair.restored(spec, instances, self.store, self.metrics.updated)
+            except InputError as error:
+                self.store.close()
+                raise self.store.damaged(error) from error
+
+    async def open(self) -> None:
+        """Begins to listen for heartbeats. Called once, in the event loop that serves."""
+        for pair in self.pairs.values():
+            self._spawn(_recover(pair))
+        self._spawn(self._listen())
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for pair in self.pairs.values():
+            await _close_drivers(pair)
+        self.store.close()
+
+    def pair(self, name: str) -> Pair:
+        """Raises AbsentError naming the pairs there are."""
+        found = self.pairs.get(name)
+        if found is None:
+            raise AbsentError(f"there is no pair {name!r}; there are {', '.join(self.pairs) or 'none'}")
+        return found
+
+    async def create(self, spec: PairSpec) -> Pair:
+        """A new pair; the same spec again changes nothing. Raises ControlError for another spec under a name in use."""
+        known = self.pairs.get(spec.name)
+        if known is not None:
+            if known.spec != spec:
+                raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
+            return known
+        if len(self.pairs) >= MAX_PAIRS:
+            raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
+        for name, engine in spec.instances.items():
+            self._check_free(name, engine)
+        processes = [one for one in self._processes.get(spec.name, ()) if one.process.rank < spec.trainer_world]
+        pair = Pair(spec, self.store, self.metrics.updated, processes)
+        await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
+        await self.store.save_processes(spec.name, processes)
+        return self.pairs.setdefault(spec.name, pair)
+
+    async def delete(self, name: str) -> None:
+        """Forgets a pair; engines are left as they are. Raises ControlError while it connects or updates."""
+        pair = self.pair(name)
+        if pair.offers or self._is_connecting(name):
+            raise ControlError(
+                f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards"
+            )
+        await self.store.forget(name)
+        del self.pairs[name]
+        self._processes[name] = pair.incarnations.standings()
+        for old in tuple(self._processes)[:-MAX_PAIRS]:
+            del self._processes[old]
+        self._connecting.pop(name, None)
+        for state in (pair, *pair.instances.values()):
+            state.end()
+        await _close_drivers(pair)
+
+    async def join(self, name: str, instance: str, spec: EngineSpec) -> Instance:
+        """A further instance of a pair; see `Pair.join`."""
+        pair = self.pair(name)
+        known = pair.instances.get(instance)
+        if known is None or known not in pair.present:
+            self._check_free(instance, spec)
+        joined = await pair.join(instance, spec)
+        if known is not None and known is not joined:
+            await known.driver.close()
+        return joined
+
+    async def leave(self, name: str, instance: str) -> Instance:
+        """An instance is no longer one of a pair; see `Pair.leave`."""
+        return await self.pair(name).leave(instance)
+
+    def start_connect(self, name: str) -> None:
+        """Connects the pair's instances in the background; once for each start of the trainer."""
+        pair = self.pair(name)
+        if not self._is_connecting(name) or self._connecting[name][0] != pair.generation:
+            task = self._spawn(coordinator.connect(pair, pair.generation, self.host, self.port))
+            self._connecting[name] = (pair.generation, task)
+
+    async def offer(self, name: str, rank: int, version: int, wait: float) -> bool:
+        """A trainer rank offers a version; the first one starts the update, which waits for the others. False when the
+        update that this rank has given up does not end within `wait` seconds.
+        """
+        pair = self.pair(name)
+        first = await pair.offer(rank, version, wait)
+        if first:
+            self._spawn(transaction.update(pair, version, self.host, self.port))
+        return first is not None
+
+    def _is_connecting(self, name: str) -> bool:
+        return name in self._connecting and not self._connecting[name][1].done()
+
+    def _check_free(self, name: str, engine: EngineSpec) -> None:
+        for pair in self.pairs.values():
+            if engine.url and engine.url in [i.spec.url for i in pair.present]:
+                raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
+
+    async def _listen(self) -> None:
+        """Wakes who waits for a rank that is no longer heard from."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(LISTEN_SECONDS)
+            now = time.monotonic()
+            asleep, last = now - last - LISTEN_SECONDS, now
+            for pair in self.pairs.values():
+                sides: tuple[Side, ...] = (pair, *pair.present)
+                for side in sides:
+                    if asleep > LISTEN_SECONDS:  # nobody can have been heard while this process stood still
+                        side.heard.update((rank, at + asleep) for rank, at in tuple(side.heard.items()))
+                    if side.listen(now):
+                        log.warning("%s", side.silence(), extra={"pair": pair.spec.name})
+                        side.notify()
+
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def done(finished: asyncio.Task[object]) -> None:
+            self._tasks.discard(finished)
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                log.error("gateway task failed: %s", error, exc_info=error)
+
+        task.add_done_callback(done)
+        return task
+
+
+async def _recover(pair: Pair) -> None:
+    """Brings engines that an earlier life of the gateway has left in the middle of an update to where they can rest."""
+    async with pair.busy:
+        await asyncio.gather(*(_bring_to_rest(i) for i in pair.present if i.paused))
+
+
+async def _bring_to_rest(instance: Instance) -> None:
+    steps = [instance.driver.end(), instance.driver.disconnect(instance.group)]
+    if not instance.record.fenced:
+        steps.append(instance.driver.resume())
+    for step in steps:
+        try:
+            await asyncio.wait_for(step, instance.settings.clean_up)
+        except Exception as error:  # an engine that is not there, or has no session open, is at rest too
+            log.info("instance %s: %s", instance.name, error, extra={"pair": instance.pair, "instance": instance.name})
+    if not instance.record.fenced:
+        instance.paused = False
+        instance.store.save_soon(instance.saved())
+
+
+async def _close_drivers(pair: Pair) -> None:
+    for instance in pair.instances.values():
+        await instance.driver.close()

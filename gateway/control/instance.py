@@ -1,0 +1,518 @@
+"""One instance as the gateway knows it: its record, what its ranks sent for the present epoch, the orders for them.
+
+Every wait on it has a deadline that names who is missing, and ends at once when one of its ranks has failed or is no
+longer heard from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from weightcast.gateway.control.engines import make_driver
+from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance, check_version
+from weightcast.gateway.control.store import SavedInstance, Store
+from weightcast.gateway.control.waiting import Journal, Side
+from weightcast.gateway.layouts.digest_check import DigestCheck
+from weightcast.gateway.layouts.merge import InstanceLayout
+from weightcast.gateway.records import EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    DisplacedError,
+    InputError,
+    PairStateError,
+    UnregisteredError,
+    VersionError,
+    WeightcastError,
+)
+from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.plan.digest_report import DigestReport
+from weightcast.transfer.plan.parts import PlanParts
+from weightcast.transfer.wire import messages as wire
+
+__all__ = ["Holding", "Instance", "absent", "check_rank", "check_report"]
+
+log = logging.getLogger("weightcast.gateway")
+
+KEPT_ORDERS = 1000
+KEPT_UPDATES = 20
+KEPT_DISPLACED = 100
+RESTARTED = "the gateway was restarted; the next update connects the instance again"
+
+
+class Holding(NamedTuple):
+    """The word of a rank about its memory.
+
+    `verified` is the version whose digests it reported last, if its memory was not written since, `of` the uid of the
+    pair that it had it from. `uncommitted` says that the memory holds an update of which the rank does not know that it
+    was committed.
+    """
+
+    verified: int | None = None
+    of: str = ""
+    uncommitted: bool = False
+
+    def differs(self, uid: str, committed: int | None) -> str:
+        """How it contradicts a record, in words; empty when it does not."""
+        recorded = "no version" if committed is None else f"version {committed}"
+        if self.verified is None:
+            word = "an uncommitted update" if self.uncommitted else "no version"
+            return f"holds {word}, the record says {recorded}" if self.uncommitted or committed is not None else ""
+        if self.of != uid:
+            return f"holds version {self.verified} of another pair, the record says {recorded}"
+        if self.verified != committed:
+            return f"holds version {self.verified}, the record says {recorded}"
+        return ""
+
+
+class Instance(Side):
+    """Run-time state of one instance.
+
+    `identities` has the process of each rank; of `displaced` processes it keeps why, by identity: they are refused
+    until the instance leaves. `latest` is the newest version that a rank says was committed to it. `deadline` is that
+    of the update under way.
+    """
+
+    def __init__(
+        self,
+        pair: PairSpec,
+        name: str,
+        spec: EngineSpec,
+        record: InstanceRecord | None = None,
+        store: Store | None = None,
+    ) -> None:
+        super().__init__(f"pair {pair.name}", name, pair.settings.silence)
+        self.pair, self.uid = pair.name, pair.uid
+        self.settings = pair.settings
+        self.trainer_world = pair.trainer_world
+        self.spec = spec
+        self.driver = make_driver(name, spec, pair.settings.engine, pair.settings.prepare / 2)
+        self.record = record or InstanceRecord(name)
+        self.store = store or Store()
+        self.updates: deque[UpdateRecord] = deque(maxlen=KEPT_UPDATES)
+        self.layout: InstanceLayout | None = None
+        self.identities: dict[int, str] = {}
+        self.displaced: dict[str, str] = {}
+        self.latest: int | None = None
+        self._since: dict[str, str] = {}
+        self.paused = self.leaving = False
+        self.resend: set[int] | None = None
+        self.deadline: Deadline | None = None
+        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
+        self.clear_epoch()
+
+    def clear_epoch(self) -> None:
+        """Forgets what belongs to one epoch: reports, plan, rendezvous and who joined."""
+        self.reports: dict[int, RankReport] = {}
+        self.parts: PlanParts | None = None
+        self.checks: DigestCheck | None = None
+        self.meeting: tuple[str, int] | None = None
+        self.joined: set[str] = set()
+        self.failure: WeightcastError | None = None
+        self.told: list[tuple[str, WeightcastError]] = []
+        self.suspect = False
+        if self.spec.kind != "worker":
+            # Ranks of an engine speak when the engine is told to connect; those of one that was restarted are others.
+            self.forget()
+        self.clear_update()
+
+    def clear_update(self) -> None:
+        """Forgets what belongs to one pass through an update."""
+        self.ready_ranks: set[int] = set()
+        self.stale = ""
+        self.stale_layers: set[int] | None = set()
+        self.moved: dict[int, tuple[int, ...]] = {}
+        self.digests: dict[int, DigestReport] = {}
+        self.first_digests: dict[int, DigestReport] = {}
+        self.trainer_digests: dict[int, DigestReport] = {}
+        self.non_finite: tuple[NonFinite, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def world(self) -> int:
+        return self.spec.world_size
+
+    @property
+    def serves(self) -> bool:
+        """Whether the instance may answer with a version of this pair, as far as its ranks can be heard."""
+        return self.record.serves and not self.silent
+
+    @property
+    def newest(self) -> int | None:
+        """The greatest version that was committed, by the record or by what ranks say."""
+        return max((v for v in (self.record.version, self.latest) if v is not None), default=None)
+
+    @property
+    def running(self) -> int | None:
+        """The epoch whose ranks were told to run, and nothing since; None if that is over."""
+        last = self.orders.last
+        return last.epoch if last is not None and last.action == "run" else None
+
+    @property
+    def group(self) -> str:
+        """Name of the communicator of the present epoch."""
+        return f"weightcast/{self.pair}/{self.name}/{self.record.epoch}"
+
+    @property
+    def members(self) -> Iterable[str]:
+        """Labels of the members of the communicator: the trainer ranks that send to it, then all its ranks."""
+        if self.parts is None:
+            raise PairStateError(f"instance {self.name} has no plan")
+        for rank in self.parts.trainer_ranks(self.name):
+            yield f"trainer rank {rank}"
+        for rank in range(self.world):
+            yield f"{self.name} rank {rank}"
+
+    def on(self, event: Event, *, version: int | None = None, reason: str = "") -> None:
+        """Moves the record on; see `pairs.advance`."""
+        self.adopt(advance(self.record, event, version=version, reason=reason), event, reason)
+
+    def adopt(self, record: InstanceRecord, event: Event, reason: str = "") -> None:
+        """Takes a record that `event` has led to."""
+        before, self.record = self.record, record
+        where = {"pair": self.pair, "instance": self.name, "version": record.target or record.version}
+        log.info("%s: %s -> %s%s", event, before.phase, record.phase, f": {reason}" if reason else "", extra=where)
+
+    def saved(self, record: InstanceRecord | None = None) -> SavedInstance:
+        """What has to outlive this process, with `record` in place of the present one."""
+        record = record or self.record
+        left = record.phase is Phase.LEFT or self.leaving
+        state = (record.version, record.fenced, record.epoch, self.paused, left)
+        return SavedInstance(self.pair, self.name, self.spec, *state, dict(self.identities), dict(self.displaced))
+
+    async def save(self) -> None:
+        """Writes that down. Raises ControlError when it cannot be."""
+        await self.store.save(self.saved())
+
+    def stop(self, error: WeightcastError) -> None:
+        """Ends what is under way with `error`, unless something else has failed before."""
+        if self.failure is None:
+            self.failure = error
+        self.notify()
+
+    async def until(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
+        """Like `wait`, but ends at once with the failure of a rank of this instance, or when one has fallen silent, and
+        when the time for the whole update is over.
+        """
+
+        def over() -> bool:
+            return self.failure is not None or bool(self.silent) or ready()
+
+        left = self.left(seconds)
+        if left < seconds:
+            await self.in_update(self.wait(over, left, missing), missing)
+        else:
+            await self.wait(over, seconds, missing)
+        if self.failure is not None:
+            raise self.failure
+        if self.silent and not ready():
+            raise DeadlineError(f"pair {self.pair}: {self.silence()}")
+
+    def left(self, seconds: float) -> float:
+        """So many seconds, or what is left for the update under way if that is less."""
+        return seconds if self.deadline is None else min(seconds, self.deadline.left)
+
+    async def in_update(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
+        """Does a step of the update under way. Raises DeadlineError, with what `missing()` says, when time is over."""
+        deadline = self.deadline
+        if deadline is None:
+            await step
+            return
+        try:
+            async with asyncio.timeout(deadline.left):  # not `wait_for`, which can swallow the end of the gateway
+                await step
+        except (TimeoutError, DeadlineError):
+            if not deadline.expired:
+                raise
+            raise DeadlineError(
+                f"pair {self.pair}: {missing()} within the {deadline.seconds:g} s of setting update for a whole update"
+            ) from None
+
+    # What ranks say
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raises PairStateError with both numbers unless `epoch` is the present one."""
+        if epoch != self.record.epoch:
+            raise PairStateError(f"instance {self.name} is in epoch {self.record.epoch}, not {epoch}; connect again")
+
+    def check_target(self, version: int) -> None:
+        """Raises VersionError with both numbers unless the instance is being updated to `version`."""
+        if version != self.record.target:
+            raise VersionError(
+                f"instance {self.name} is being updated to {self.record.target}, not to {version}; it is too late"
+            )
+
+    def check_newer(self, version: int) -> None:
+        """Raises VersionError with the numbers unless `version` is newer than what is committed and what ranks hold."""
+        check_version(self.record, version)
+        if self.latest is not None and version <= self.latest:
+            raise VersionError(
+                f"ranks of instance {self.name} hold version {self.latest}, the record says {self.record.version}; "
+                f"version {version} is not newer, offer a greater one"
+            )
+
+    def check_process(self, identity: str) -> None:
+        """Raises DisplacedError, which names both processes, for one whose place another one has taken."""
+        if identity in self.displaced:
+            raise DisplacedError(self.displaced[identity])
+
+    def _process(self, identity: str) -> str:
+        """A process in words: its number and host, and when it was first heard of by this gateway."""
+        return f"{_process_name(identity)} (since {self._since.get(identity, 'before the gateway started')})"
+
+    def _takes(self, rank: int, identity: str) -> str:
+        """A process is a rank: the last one that says so displaces the one before, for good, and is told here in words.
+
+        Empty where it is the one that was known, or the first.
+        """
+        self._since.setdefault(identity, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+        before = self.identities.setdefault(rank, identity)
+        if before == identity:
+            return ""
+        self.identities[rank] = identity
+        beats = time.monotonic() - self.heard.get(rank, -math.inf) <= 2 * self.settings.heartbeat
+        still = ", which still beats," if beats else ""
+        text = f"{self.name} rank {rank}: {self._process(before)}{still} was displaced by {self._process(identity)}"
+        if before:
+            self.displaced[before] = f"{text}; end one of the two, or give it an instance or a rank of its own"
+            for old in tuple(self.displaced)[:-KEPT_DISPLACED]:
+                del self.displaced[old]
+        log.warning("%s", text, extra={"pair": self.pair, "instance": self.name, "rank": rank})
+        self.store.save_soon(self.saved())
+        return text
+
+    def _distrust(self, reason: str) -> None:
+        self.on(Event.DISTRUST, reason=reason)
+        self.store.save_soon(self.saved())
+
+    async def register(
+        self, epoch: int, rank: int, report: RankReport, identity: str = "", holds: Holding | None = None
+    ) -> bool:
+        """The report of a rank. True when what it holds is the committed version.
+
+        `identity` is another one when the rank's process is, and so its memory; `holds` is what it says of that memory.
+        Where either is not as the record says, the instance is distrusted, whatever this gateway knows of it.
+        """
+        self.check_epoch(epoch)
+        check_rank(self.name, rank, self.world, self.pair)
+        check_report(self.name, rank, self.world, report, self.pair)
+        self.check_process(identity)
+        holds = holds or Holding()
+        # Once all have reported, they are planned for by what they said.
+        complete = self.record.phase is not Phase.REGISTERING or len(self.reports) == self.world
+        late = rank in self.reports and complete
+        displaced = self._takes(rank, identity)
+        differs = holds.differs(self.uid, self.record.version)
+        if differs and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:
+            self.latest = max(holds.verified, self.latest or 0)
+            self._distrust(f"rank {rank} {differs}")
+        elif (displaced or differs) and not self.record.fenced:
+            self._distrust(f"{displaced}, with other memory" if displaced else f"rank {rank} {differs}")
+        if displaced and late:
+            self._start_over(rank)
+        self.reports[rank] = report
+        self._speaks(rank)
+        self.notify()
+        return not (displaced or differs or self.record.fenced)
+
+    async def restarted(self, rank: int, identity: str = "") -> None:
+        """A rank started anew after it had joined: the instance is fenced, and connects anew."""
+        check_rank(self.name, rank, self.world, self.pair)
+        self.check_process(identity)
+        self._takes(rank, identity)
+        self._start_over(rank)
+        self._speaks(rank)
+        self.notify()
+
+    def _start_over(self, rank: int) -> None:
+        """The process of a rank is another one than before, in the middle of an epoch."""
+        error = ControlError(f"{self.name} rank {rank} started anew; the next update connects the instance again")
+        self.suspect = True
+        if not self.record.fenced:
+            self._distrust(str(error))
+        if self.failure is None:
+            self.failure = error
+        if self.record.phase is Phase.CONNECTED:
+            self.on(Event.FAIL, reason=str(self.failure))
+
+    def _speaks(self, rank: int) -> None:
+        """A rank that is missed and asks for something lives, even if its beat has not come yet."""
+        if rank in self.heard:
+            self.hear(rank, time.monotonic())
+
+    async def beat(self, rank: int, identity: str) -> None:
+        """A rank lives. Raises UnregisteredError for a process other than the one that registered for the rank: an
+        engine of the pair that had this name before beats on, and a beat alone takes no place.
+        """
+        check_rank(self.name, rank, self.world, self.pair)
+        self.check_process(identity)
+        registered = self.identities.get(rank)
+        if rank in self.reports and registered is not None and registered != identity:
+            raise UnregisteredError(
+                f"{self.name} rank {rank} is {self._process(registered)}; {_process_name(identity)} has not registered "
+                "for it since the pair was made; its beats do not count"
+            )
+        if self.hear(rank, time.monotonic()):
+            log.info("rank %d is heard again", rank, extra={"pair": self.pair, "instance": self.name, "rank": rank})
+            self.notify()
+
+    async def fail_rank(self, epoch: int, who: str, error: WeightcastError) -> None:
+        """A rank could not do its step; the first failure of an epoch stops the update."""
+        self.check_epoch(epoch)
+        failure = type(error)(f"{who}: {error}")
+        self.told.append((who, failure))
+        self.stop(failure)
+        self.notify()
+
+    def cause(self) -> WeightcastError | None:
+        """Of the failures that ranks have told the first that blames nobody who has told one: when a member is gone,
+        whoever sees it closes its connections, and others, that see only this, may be heard first.
+        """
+        members = [who for who, _ in self.told]
+        for who, failure in self.told:
+            if not any(other != who and re.search(rf"{re.escape(other)}(?!\d)", str(failure)) for other in members):
+                return failure
+        return self.failure
+
+    async def part(self, epoch: int, side: str, rank: int, wait: float) -> bytes | None:
+        """A rank's part of the plan as it is sent; None while there is no plan yet. Raises what made planning fail."""
+        self.check_epoch(epoch)
+        await self.poll(lambda: self.parts is not None or self.failure is not None or self.record.epoch != epoch, wait)
+        self.check_epoch(epoch)
+        if self.failure is not None:
+            raise self.failure
+        if self.parts is None:
+            return None
+        make = self.parts.trainer_part if side == "trainer" else self.parts.instance_part
+        return await asyncio.to_thread(lambda: wire.encode_part(make(self.name, rank)))
+
+    async def set_rendezvous(self, epoch: int, host: str, port: int) -> None:
+        """Where the first member of the communicator listens."""
+        self.check_epoch(epoch)
+        self.meeting = (host, port)
+        self.notify()
+
+    async def rendezvous(self, epoch: int, wait: float) -> tuple[str, int] | None:
+        """Where to join; None while nobody listens yet."""
+        self.check_epoch(epoch)
+        await self.poll(
+            lambda: self.meeting is not None or self.failure is not None or self.record.epoch != epoch, wait
+        )
+        self.check_epoch(epoch)
+        if self.failure is not None:
+            raise self.failure
+        return self.meeting
+
+    async def join(self, epoch: int, member: str) -> None:
+        """A member of the communicator has joined it."""
+        self.check_epoch(epoch)
+        if member not in self.members:
+            raise InputError(f"{member!r} is no member of the communicator of instance {self.name}")
+        self.joined.add(member)
+        self.notify()
+
+    async def ready(self, epoch: int, rank: int, stale: str, layers: Collection[int] | None) -> None:
+        """A rank checked its layout.
+
+        `stale` says what changed, empty when nothing did; `layers` are those whose placement did, None when more
+        changed than placements.
+        """
+        self.check_epoch(epoch)
+        check_rank(self.name, rank, self.world, self.pair)
+        if stale:
+            self.stale = self.stale or f"rank {rank}: {stale}"
+            known = self.stale_layers
+            self.stale_layers = None if layers is None or known is None else known | set(layers)
+        self.ready_ranks.add(rank)
+        self.notify()
+
+    async def go(self, epoch: int, wait: float) -> tuple[int, Order] | None:
+        """What a rank that reported ready is to do, and the number of that order: "run", or "end" when the update was
+        called off.
+        """
+        self.check_epoch(epoch)
+
+        def last() -> tuple[int, Order]:
+            # Of this epoch: the next one may have begun before this rank was woken. None at all: an earlier life of
+            # the gateway gave them.
+            mine = (found for found in self.orders.latest() if found[1].epoch == epoch)
+            return next(mine, (self.orders.count, Order("end", epoch, reason=RESTARTED)))
+
+        def decided() -> bool:
+            return last()[1].action in ("run", "end", "failed", "left")
+
+        await self.poll(decided, wait)
+        return last() if decided() else None
+
+    async def report_moved(self, epoch: int, rank: int, version: int, layers: Collection[int]) -> None:
+        """The placement of `layers` on a rank changed while `version` was transferred; in place of its digests."""
+        self.check_epoch(epoch)
+        self.check_target(version)
+        check_rank(self.name, rank, self.world, self.pair)
+        if not layers:
+            raise InputError(f"{self.name} rank {rank}: no layers are named that changed")
+        self.moved[rank] = tuple(sorted(layers))
+        self.notify()
+
+    async def report_digests(
+        self, epoch: int, side: str, rank: int, version: int, report: DigestReport, first: bool = False
+    ) -> None:
+        """The digests of a rank of this instance after `version` was transferred, or of a trainer rank: of its `first`
+        pass over its weights, or of its second.
+        """
+        self.check_epoch(epoch)
+        self.check_target(version)
+        trainer = side == "trainer"
+        check_rank("trainer" if trainer else self.name, rank, self.trainer_world if trainer else self.world, self.pair)
+        of_trainer = self.first_digests if first else self.trainer_digests
+        (of_trainer if trainer else self.digests)[rank] = report
+        self.notify()
+
+    # What ranks are told
+
+    async def give(self, order: Order) -> None:
+        """Appends an order for the ranks of the communicator."""
+        self.orders.add(order)
+        self.notify()
+
+    async def orders_from(self, after: int, wait: float) -> list[Order]:
+        """The orders from number `after` on; empty when there is none within `wait` seconds."""
+        await self.poll(lambda: self.orders.count > after, wait)
+        return self.orders.since(after)
+
+
+def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:
+    """The ranks of 0..world-1 that are not in `present`."""
+    return ", ".join(str(rank) for rank in range(world) if rank not in present)
+
+
+def _process_name(identity: str) -> str:
+    """The number and host of a process, as its identity tells them."""
+    parts = identity.rsplit("~", 2)
+    return f"process {parts[1]} on {parts[0]}" if len(parts) == 3 else f"process {identity!r}"
+
+
+def check_rank(who: str, rank: int, world: int, pair: str) -> None:
+    """Raises InputError for a rank that there is not."""
+    if not 0 <= rank < world:
+        raise InputError(f"{who} rank {rank} is not in 0..{world - 1} of pair {pair}")
+
+
+def check_report(who: str, rank: int, world: int, report: RankReport, pair: str) -> None:
+    """Raises InputError for a report of another rank, or of another number of ranks."""
+    if report.rank != rank or report.world_size != world:
+        raise InputError(
+            f"{who} rank {rank}: the report says rank {report.rank} of {report.world_size}, "
+            f"expected {rank} of {world} in pair {pair}"
+        )

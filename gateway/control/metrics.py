@@ -1,0 +1,103 @@
+"""What monitoring sees, in Prometheus' text format: what is so now is read off the pairs, what happened is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from weightcast.gateway.control.instance_state import Phase
+from weightcast.gateway.control.pair import Pair
+from weightcast.gateway.records import UpdateRecord
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
+
+
+class Metrics:
+    """Counters of one gateway, and a view of its `pairs`."""
+
+    def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Now(pairs))
+        self._updates = Counter(
+            "weightcast_updates",
+            "Updates of an instance that have ended, by outcome.",
+            ("pair", "instance", "outcome"),
+            registry=self._registry,
+        )
+        self._resends = Counter(
+            "weightcast_resends",
+            "Transfers of layers whose placement had changed under a transfer.",
+            ("pair", "instance"),
+            registry=self._registry,
+        )
+        self._non_finite = Counter(
+            "weightcast_non_finite_tensors",
+            "Tensors with values that were not finite, in updates of an instance.",
+            ("pair", "instance"),
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "weightcast_update_seconds",
+            "Duration of updates that were committed.",
+            ("pair", "instance"),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._refused = Counter(
+            "weightcast_refused_requests",
+            "Requests that were refused before a route saw them, by status.",
+            ("status",),
+            registry=self._registry,
+        )
+
+    def updated(self, pair: str, instance: str, record: UpdateRecord) -> None:
+        """An update of an instance has ended."""
+        outcome = "committed" if record.committed else "fenced" if record.fenced else "refused"
+        self._updates.labels(pair, instance, outcome).inc()
+        if record.resends:
+            self._resends.labels(pair, instance).inc(record.resends)
+        if record.non_finite_tensors:
+            self._non_finite.labels(pair, instance).inc(record.non_finite_tensors)
+        if record.committed:
+            self._seconds.labels(pair, instance).observe(record.seconds)
+
+    def refused(self, status: int) -> None:
+        """A request was refused for its token, its scope or its size."""
+        self._refused.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    """Gauges that are read off the pairs."""
+
+    def __init__(self, pairs: Mapping[str, Pair]) -> None:
+        self._pairs = pairs
+
+    def collect(self) -> Iterator[Metric]:
+        where = ["pair", "instance"]
+        version = GaugeMetricFamily("weightcast_version", "Version that was committed last.", labels=where)
+        serves = GaugeMetricFamily("weightcast_serves", "1 if the instance may answer with its version.", labels=where)
+        fenced = GaugeMetricFamily("weightcast_fenced", "1 if only a full update lets it serve.", labels=where)
+        silent = GaugeMetricFamily("weightcast_silent_ranks", "Ranks that are no longer heard from.", labels=where)
+        phase = GaugeMetricFamily("weightcast_phase", "1 for the phase it is in.", labels=[*where, "phase"])
+        trainer = GaugeMetricFamily("weightcast_trainer_silent_ranks", "The same of the trainer.", labels=["pair"])
+        for pair in tuple(self._pairs.values()):
+            trainer.add_metric([pair.spec.name], len(pair.silent))
+            for instance in tuple(pair.instances.values()):
+                labels = [pair.spec.name, instance.name]
+                if instance.record.version is not None:
+                    version.add_metric(labels, instance.record.version)
+                serves.add_metric(labels, instance.serves)
+                fenced.add_metric(labels, instance.record.fenced)
+                silent.add_metric(labels, len(instance.silent))
+                for one in Phase:
+                    phase.add_metric([*labels, one.value], one is instance.record.phase)
+        yield from (version, serves, fenced, silent, phase, trainer)

@@ -1,0 +1,341 @@
+"""What the gateway has to know after a restart, in one SQLite file: pairs, of each instance version and fence, and of
+each trainer rank which process is believed.
+
+What is written first is what may never be forgotten: that an instance is fenced, before its first byte is written; that
+a version is committed, before anyone is told. All that waits at one moment is written in one transaction, so that many
+instances cost one sync of the disk. What can be asked for again, reports and plans, is not kept.
+
+A file is read whole before anyone is served: its rows are checked against the types of their records, and none is
+mended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from weightcast.gateway.incarnations import Standing, TrainerProcess
+from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.transfer.errors import ControlError, WeightcastError
+
+__all__ = ["SavedInstance", "Store"]
+
+log = logging.getLogger("weightcast.gateway")
+
+FORMAT = 2
+"""Format 1 had no processes, neither of trainers nor displaced ones, and no uid of a pair: its trainers are taken as
+those of a gateway that has kept no state.
+"""
+_READABLE = (0, 1, FORMAT)
+_TABLES = {
+    "pairs": "create table if not exists pairs (name text primary key, spec text not null) without rowid",
+    "instances": """create table if not exists instances (
+        pair text not null, name text not null, state text not null, primary key (pair, name)
+    ) without rowid""",
+    "processes": """create table if not exists processes (
+        pair text not null, process text not null, state text not null, primary key (pair, process)
+    ) without rowid""",
+}
+
+_Statement = tuple[str, tuple[str, ...]]
+_Number = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedInstance:
+    """What is kept of an instance. `paused` says that its engine was paused for an update, `left` that it has left.
+
+    `identities` and `displaced` are those of `Instance`.
+    """
+
+    pair: str
+    name: str
+    spec: EngineSpec
+    version: _Number | None
+    fenced: bool
+    epoch: _Number
+    paused: bool
+    left: bool
+    identities: dict[_Number, str]
+    displaced: dict[str, str] = field(default_factory=dict)
+
+
+class Store:
+    """The state file, or nothing at all when `path` is None: then a restart forgets.
+
+    `trouble` says why the last write failed, empty when it did not.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._database: sqlite3.Connection | None = None
+        self._pending: list[tuple[Sequence[_Statement], asyncio.Future[None]]] = []
+        self._writer: asyncio.Task[None] | None = None
+        self._later: set[asyncio.Task[None]] = set()
+        self._in_use = threading.Lock()
+        self.trouble = ""
+
+    def open(self) -> None:
+        """Opens the file, or makes it. Raises ControlError when it cannot be used, or is not as it was written."""
+        if self._path is None:
+            return
+        if self._path.is_file() and not self._path.stat().st_size:
+            raise ControlError(
+                f"state file {self._path} is empty, so it was cut off; put a backup in its place or remove it"
+            )
+        database: sqlite3.Connection | None = None
+        try:
+            database = sqlite3.connect(self._path, timeout=1.0, isolation_level=None, check_same_thread=False)
+            self._take(database)
+        except sqlite3.Error as error:
+            hint = "; is another gateway using it?" if "locked" in str(error) else ""
+            raise ControlError(f"cannot use state file {self._path}: {error}{hint}") from error
+        finally:
+            if self._database is None and database is not None:
+                database.close()
+
+    def _take(self, database: sqlite3.Connection) -> None:
+        """Checks all that is in the file, and only then writes to it."""
+        database.execute("pragma locking_mode = exclusive")  # two gateways would contradict each other
+        database.execute("pragma journal_mode = wal")
+        database.execute("pragma synchronous = full")
+        (found,) = database.execute("pragma user_version").fetchone()
+        tables = {str(row[0]) for row in database.execute("select name from sqlite_master where type = 'table'")}
+        if not found and tables:
+            raise ControlError(
+                f"state file {self._path} is another program's, with table {min(tables)}; name another file"
+            )
+        if found not in _READABLE:
+            raise ControlError(
+                f"state file {self._path} has format {found}, expected at most {FORMAT}; name another file"
+            )
+        if found and (missing := _TABLES.keys() - tables - ({"processes"} if found == 1 else set())):
+            raise self.damaged(f"no table {min(missing)}")
+        database.execute("begin exclusive")
+        for table in _TABLES.values():
+            database.execute(table)
+        if found == 1:
+            # No JSON functions of SQLite: links without a limit are written as Infinity.
+            renewed = [
+                (json.dumps({**asdict(spec), "uid": uuid.uuid4().hex}), spec.name) for spec, _ in self._loaded(database)
+            ]
+            database.executemany("update pairs set spec = ? where name = ?", renewed)
+        database.execute(f"pragma user_version = {FORMAT}")
+        check = [str(row[0]) for row in database.execute("pragma quick_check(1)")]
+        if check != ["ok"]:
+            raise self.damaged(" ".join(" ".join(check).split()))
+        for spec, _ in self._loaded(database):
+            self._processes(database, spec.name)
+        database.execute("commit")
+        self._database = database
+
+    def close(self) -> None:
+        """Closes the file, after what is being written: a task that was cancelled has left its thread at work."""
+        with self._in_use:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def load(self) -> list[tuple[PairSpec, list[SavedInstance]]]:
+        """All pairs and their instances. Raises ControlError for a file that is not as it was written."""
+        return [] if self._database is None else self._loaded(self._database)
+
+    def _loaded(self, database: sqlite3.Connection) -> list[tuple[PairSpec, list[SavedInstance]]]:
+        try:
+            pairs = database.execute("select name, spec from pairs order by name").fetchall()
+            rows = database.execute("select pair, name, state from instances order by pair, name").fetchall()
+            specs = [_pair_of(*row) for row in pairs]
+            instances = [_instance_of(*row) for row in rows]
+        except (sqlite3.Error, ValueError, TypeError, WeightcastError) as error:
+            raise self.damaged(error) from error
+        if lost := {i.pair for i in instances} - {spec.name for spec in specs}:
+            raise self.damaged(f"instances of pair {min(lost)}, which is not in it")
+        return [(spec, [i for i in instances if i.pair == spec.name]) for spec in specs]
+
+    def damaged(self, why: object) -> ControlError:
+        """The error for a file that is not as it was written."""
+        return ControlError(
+            f"state file {self._path} is damaged: {why}; put a backup in its place or name another file"
+        )
+
+    def load_processes(self, pair: str) -> list[Standing]:
+        """The trainer processes of a pair. Raises ControlError for a file that is not as it was written."""
+        return [] if self._database is None else self._processes(self._database, pair)
+
+    def _processes(self, database: sqlite3.Connection, pair: str) -> list[Standing]:
+        try:
+            rows = database.execute("select state from processes where pair = ? order by process", (pair,))
+            return [_standing_of(state) for (state,) in rows.fetchall()]
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            raise self.damaged(error) from error
+
+    async def save_processes(self, pair: str, standings: Iterable[Standing], forgotten: Iterable[str] = ()) -> None:
+        """Trainer processes of a pair, and those that are no longer known; otherwise like `save`."""
+        deletions = [("delete from processes where pair = ? and process = ?", (pair, one)) for one in forgotten]
+        await self._write([*(_saving_process(pair, standing) for standing in standings), *deletions])
+
+    async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
+        """A pair with its instances."""
+        statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
+        await self._write([statement, *map(_saving, instances)])
+
+    async def save(self, *instances: SavedInstance) -> None:
+        """Instances, all of them or none. Returns when they are on the disk; raises ControlError when they are not."""
+        await self._write([_saving(instance) for instance in instances])
+
+    def save_soon(self, instance: SavedInstance) -> None:
+        """The same for what is only good to know; what goes wrong is logged."""
+        if self._database is not None:
+            task = asyncio.create_task(self._save_later(instance))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
+
+    async def forget(self, pair: str) -> None:
+        """Removes a pair."""
+        tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
+        await self._write([(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables])
+
+    async def _save_later(self, instance: SavedInstance) -> None:
+        try:
+            await self.save(instance)
+        except ControlError as error:
+            log.error("%s", error, extra={"pair": instance.pair, "instance": instance.name})
+
+    async def _write(self, statements: Sequence[_Statement]) -> None:
+        if self._database is None:
+            return
+        done = asyncio.get_running_loop().create_future()
+        self._pending.append((statements, done))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._drain())
+        await done
+
+    async def _drain(self) -> None:
+        while self._pending:
+            batch, self._pending = self._pending, []
+            try:
+                await asyncio.to_thread(self._commit, [s for statements, _ in batch for s in statements])
+                self.trouble = ""
+            except sqlite3.Error as error:
+                self.trouble = f"cannot record the gateway's state in {self._path}: {error}; is the disk full?"
+            for _, done in batch:
+                if done.cancelled():
+                    continue
+                if self.trouble:
+                    done.set_exception(ControlError(self.trouble))
+                else:
+                    done.set_result(None)
+        self._writer = None
+
+    def _commit(self, statements: Sequence[_Statement]) -> None:
+        with self._in_use:
+            database = self._database
+            if database is None:
+                raise sqlite3.ProgrammingError("the state file is closed")
+            try:
+                database.execute("begin immediate")
+                for statement, values in statements:
+                    database.execute(statement, values)
+                database.execute("commit")
+            except BaseException:
+                if database.in_transaction:
+                    database.execute("rollback")
+                raise
+
+
+_STATE = tuple(field.name for field in fields(SavedInstance) if field.name not in ("pair", "name"))
+
+
+@lru_cache(1024)
+def _plain(spec: EngineSpec) -> dict[str, object]:
+    return asdict(spec)
+
+
+def _saving(instance: SavedInstance) -> _Statement:
+    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
+    values = (instance.pair, instance.name, json.dumps(state))
+    return "insert or replace into instances values (?, ?, ?)", values
+
+
+def _saving_process(pair: str, standing: Standing) -> _Statement:
+    state = {"process": _row(standing.process), "by": None if standing.by is None else _row(standing.by)}
+    return "insert or replace into processes values (?, ?, ?)", (pair, standing.process.process, json.dumps(state))
+
+
+_COLUMNS = ("rank", "start", "host", "pid", "registered", "generation")
+"""Of a trainer process, all but the claim: to the next life of the gateway it is known for certain."""
+
+
+def _row(process: TrainerProcess) -> list[int | float | str]:
+    return [getattr(process, name) for name in _COLUMNS]
+
+
+def _standing_of(state: str) -> Standing:
+    document = _document(state, "a trainer process")
+    if document.keys() != {"process", "by"}:
+        raise ValueError(f"a trainer process has {', '.join(document) or 'nothing'}, expected process, by")
+    by = document["by"]
+    return Standing(_process_of(document["process"]), None if by is None else _process_of(by))
+
+
+def _process_of(row: object) -> TrainerProcess:
+    if not isinstance(row, list) or len(row) != len(_COLUMNS):
+        raise ValueError(f"a trainer process is {row!r:.80}, expected {', '.join(_COLUMNS)}")
+    return _read(TrainerProcess, dict(zip(_COLUMNS, row, strict=True)), "a trainer process")
+
+
+def _instance_of(pair: str, name: str, state: str) -> SavedInstance:
+    where = f"instance {name} of pair {pair}"
+    document = {"pair": pair, "name": name, **_document(state, where)}
+    found = _read(SavedInstance, document, where)
+    if wrong := sorted(rank for rank in found.identities if rank >= found.spec.world_size):
+        raise ValueError(f"{where}: identities name rank {wrong[0]}, the instance has {found.spec.world_size} ranks")
+    return found
+
+
+def _pair_of(name: str, spec: str) -> PairSpec:
+    found = _read(PairSpec, _document(spec, f"pair {name}"), f"pair {name}")
+    if found.name != name:
+        raise ValueError(f"pair {name}: its name is {found.name!r}")
+    return found
+
+
+def _document(text: str, where: str) -> dict[str, object]:
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"{where} is {type(document).__name__}, expected an object")
+    return document
+
+
+def _read(kind: type[T], document: dict[str, object], where: str) -> T:
+    """The record in a document. Raises ValueError for fields of another type, and for those that there are none of."""
+    try:
+        found = TypeAdapter(kind).validate_json(json.dumps(document), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {place} is {first['input']!r:.80}: {first['msg']}") from None
+    written: dict[str, object] = json.loads(json.dumps(asdict(found)))  # type: ignore[call-overload]
+    if unknown := sorted(_fields(document) - _fields(written)):
+        raise ValueError(f"{where}: {unknown[0]} is not known")
+    return found
+
+
+def _fields(document: object, at: str = "") -> set[str]:
+    """The paths of all fields of a JSON document."""
+    if not isinstance(document, dict):
+        return {at}
+    return {at}.union(*(_fields(value, f"{at}.{name}".lstrip(".")) for name, value in document.items()))

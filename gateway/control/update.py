@@ -1,0 +1,460 @@
+"""How an update proceeds: the order of steps, the deadlines, and what a failure leads to.
+
+The order "run" is given when every trainer rank has digested its weights, and ranks digest them again after it: so both
+passes have the state of one moment, or differ. What must not be served is refused before it.
+
+From the order "run" until its commit an instance is fenced; when an update fails after that point its engine stays
+paused, and only a full verified update resumes it. A placement that changes before a byte was written is planned anew;
+one that changes under the transfer makes the layers concerned go out again, within the same update.
+
+Each instance goes its own way, unless the pair commits all of them together: then `Agreement` makes them wait for one
+another before the first byte, before the version is stamped, and before it is committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import suppress
+
+from weightcast.gateway.control.barrier import Agreement
+from weightcast.gateway.control.connect import connect_instances, merge_trainer_reports, watched
+from weightcast.gateway.control.instance import Instance, absent
+from weightcast.gateway.control.instance_state import Event, Phase, advance
+from weightcast.gateway.control.pair import Pair, as_weightcast_error
+from weightcast.gateway.layouts.merge import InstanceLayout
+from weightcast.gateway.records import DigestCounts, NonFinite, Order, UpdateRecord
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    NonFiniteError,
+    PairStateError,
+    StalePlanError,
+    TransferError,
+    UpdateError,
+    VersionError,
+    WeightcastError,
+)
+from weightcast.transfer.plan.verification import Verify
+
+__all__ = ["update"]
+
+log = logging.getLogger("weightcast.gateway")
+
+_SHOWN = 4
+"""Tensors that a message names."""
+_NAMED_TENSORS = 20
+"""Tensors with values that are not finite which a record names."""
+_HEARING = 0.3
+"""Seconds that other ranks have to say what they saw, after one has said why it failed."""
+
+
+class _MovedError(UpdateError):
+    """The placement of some layers changed while they were sent."""
+
+
+async def update(pair: Pair, version: int, host: str, port: int) -> None:
+    """Brings every instance to `version` once all trainer ranks have offered it; the records tell how it ended."""
+    deadline = Deadline.after(pair.spec.settings.update)
+    try:
+        async with asyncio.timeout(deadline.left):
+            await pair.busy.acquire()
+    except TimeoutError:
+        reason = f"pair {pair.spec.name}: it was still being connected {deadline.seconds:g} s after the first offer"
+        decided = {
+            i.name: UpdateRecord(version, False, i.record.fenced, reason, deadline.seconds) for i in pair.present
+        }
+        pair.decide(version, decided)
+        pair.notify()
+        return
+    try:
+        await _update(pair, version, host, port, deadline)
+    finally:
+        pair.busy.release()
+    pair.notify()
+
+
+async def _update(pair: Pair, version: int, host: str, port: int, deadline: Deadline) -> None:
+    pair.acting = pair.generation
+    instances = pair.present
+    try:
+        await pair.offered(version, deadline)
+        await merge_trainer_reports(pair, deadline)
+    except WeightcastError as error:
+        records = [await _refuse(pair, instance, version, error) for instance in instances]
+    else:
+        instances = await pair.begin(version)
+        for instance in instances:
+            instance.deadline = deadline
+        together = Agreement(instances if pair.spec.commit == "all" else ())
+        steps = (_Update(pair, instance, version, host, port, together).run() for instance in instances)
+        records = await asyncio.gather(*steps)
+        for instance in instances:
+            instance.deadline = None
+    pair.decide(version, {i.name: record for i, record in zip(instances, records, strict=True)})
+    pair.let_go()
+
+
+async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
+    """Tells the ranks that have offered that there will be no update; the instance is as it was."""
+    where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+    log.error("pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=where)
+    record = UpdateRecord(version, False, instance.record.fenced, str(error), 0.0)
+    await pair.give(instance, Order("end", instance.record.epoch, version, reason=str(error)))
+    return record
+
+
+class _Update:
+    """One update of one instance."""
+
+    def __init__(self, pair: Pair, instance: Instance, version: int, host: str, port: int, together: Agreement) -> None:
+        self._pair, self._instance, self._version = pair, instance, version
+        self._host, self._port, self._together = host, port, together
+        self._attempts = self._resends = self._retries = 0
+        self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+
+    async def run(self) -> UpdateRecord:
+        """Goes through the steps as often as it takes; whatever happens, the ranks are told how it ended."""
+        pair, instance, version = self._pair, self._instance, self._version
+        begun = time.monotonic()
+        verified: DigestCounts | None = None
+        reason = ""
+        try:
+            instance.check_newer(version)
+            verified = await self._until_committed()
+        except Exception as error:  # whatever it is, the ranks have to be told and the pair has to take offers again
+            failure = await self._heard(as_weightcast_error(error))
+            reason = str(failure)
+            if isinstance(failure, VersionError):
+                self._together.give_up(instance, failure)
+                return await _refuse(pair, instance, version, failure)
+            await self._fail(failure)
+        committed = verified is not None
+        if committed:
+            reason = await self._resume()
+        record = UpdateRecord(
+            version,
+            committed,
+            instance.record.fenced,
+            reason,
+            time.monotonic() - begun,
+            verified,
+            self._attempts,
+            self._resends,
+            instance.non_finite[:_NAMED_TENSORS],
+            len(instance.non_finite),
+        )
+        instance.updates.append(record)
+        pair.updated(instance.pair, instance.name, record)
+        await pair.give(instance, Order("end", instance.record.epoch, version, committed=committed, reason=reason))
+        return record
+
+    async def _until_committed(self) -> DigestCounts:
+        instance, settings = self._instance, self._pair.spec.settings
+        instance.resend = None
+        while True:
+            self._attempts += 1
+            try:
+                await self._reconnect_if_needed()
+                instance.check_newer(self._version)  # ranks that registered just now may hold a newer one
+                return await self._attempt()
+            except StalePlanError as stale:
+                if instance.record.phase is not Phase.PREPARING:
+                    raise  # nobody said which layers: only a full update can clear the fence
+                await self._best_effort("end the session", instance.driver.end())
+                instance.on(Event.CANCEL, reason=str(stale))
+                if self._attempts - self._resends - self._retries > settings.replans:
+                    raise
+                log.warning("instance %s: %s; planning anew", instance.name, stale, extra=self._where)
+                await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
+                instance.on(Event.FAIL, reason=str(stale))
+                if instance.resend is not None:
+                    layers = instance.stale_layers
+                    instance.resend = None if layers is None else instance.resend | layers
+            except _MovedError as moved:
+                if self._resends == settings.resends:
+                    raise
+                self._resends += 1
+                log.warning("instance %s: %s; sending them again", instance.name, moved, extra=self._where)
+                layers = {layer for reported in instance.moved.values() for layer in reported}
+                instance.resend = layers if instance.resend is None else instance.resend | layers
+                await self._send_again(moved)
+            except TransferError as lost:
+                if isinstance(lost, DeadlineError) or instance.record.phase is not Phase.TRANSFERRING:
+                    raise  # who is late would be late again
+                if self._retries == settings.retries:
+                    raise
+                self._retries += 1
+                log.warning("instance %s: %s; connecting anew", instance.name, lost, extra=self._where)
+                instance.resend = None
+                await self._best_effort("end the session", instance.driver.end())
+                await self._send_again(lost)
+
+    async def _send_again(self, why: WeightcastError) -> None:
+        """The instance is described, planned and joined anew, and stays fenced; the update goes on."""
+        instance = self._instance
+        await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
+        instance.on(Event.RESEND, reason=str(why))
+        instance.clear_epoch()
+
+    async def _reconnect_if_needed(self) -> None:
+        pair, instance = self._pair, self._instance
+        if pair.acting != pair.generation:
+            raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
+        pair.check_wanted()  # a connect forgets what the instance was told to stop for
+        if instance.record.phase is Phase.CONNECTED and instance.failure is None:
+            return
+        before = instance.layout
+        await connect_instances(pair, [instance], self._host, self._port)
+        if instance.failure is not None:
+            raise instance.failure
+        if instance.resend is not None:
+            moved = _moved_layers(before, instance.layout)
+            instance.resend = None if moved is None else instance.resend | moved
+
+    async def _attempt(self) -> DigestCounts:
+        """One pass through all steps. Raises StalePlanError while nothing was written, _MovedError afterwards."""
+        pair, instance, version = self._pair, self._instance, self._version
+        instance.clear_update()
+        instance.on(Event.PREPARE, version=version)
+        instance.paused = True  # also if the call fails: a pause that timed out may have been heard
+        await instance.save()
+        await self._asked("pause", instance.driver.pause())
+        await self._asked("begin the update", instance.driver.begin())
+        await pair.give(instance, Order("prepare", instance.record.epoch, version))
+        call = watched(instance, instance.driver.transfer(instance.group))
+        try:
+            await self._prepare(call)
+            await self._first_pass()
+            await self._together.reach(instance, "ready", instance.left(pair.spec.settings.longest))
+            fenced = advance(instance.record, Event.TRANSFER)
+            await instance.store.save(instance.saved(fenced))  # before the first byte, not after it
+            instance.adopt(fenced, Event.TRANSFER)
+            layers = None if instance.resend is None else tuple(sorted(instance.resend))
+            await pair.give(instance, Order("run", instance.record.epoch, version, layers=layers))
+            await self._transfer(call)
+        except Exception as error:
+            # Ranks that are ready wait for the order to begin, and those that run for others that may be gone.
+            await pair.give(instance, Order("end", instance.record.epoch, reason=str(error)))
+            raise
+        finally:
+            await self._over(call)
+        await self._asked("end the update", instance.driver.end())
+        verified = await self._verify()
+        await self._together.reach(instance, "verified", instance.left(pair.spec.settings.longest))
+        await self._asked("publish the version", instance.driver.publish(version))
+        await self._together.reach(instance, "published", instance.left(pair.spec.settings.longest))
+        await self._commit()
+        return verified
+
+    async def _asked(self, what: str, step: Awaitable[None]) -> None:
+        """A step of the engine, within the time for the whole update."""
+        instance = self._instance
+        await instance.in_update(step, lambda: f"the engine of instance {instance.name} did not {what}")
+
+    async def _prepare(self, call: asyncio.Task[None]) -> None:
+        instance, world = self._instance, self._instance.world
+        await instance.until(
+            lambda: len(instance.ready_ranks) == world or bool(instance.stale) or _refused(call),
+            instance.settings.prepare,
+            lambda: f"instance {instance.name} ranks {absent(instance.ready_ranks, world)} did not get ready",
+        )
+        if instance.stale:
+            raise StalePlanError(f"instance {instance.name}: {instance.stale}")
+        if len(instance.ready_ranks) < world:
+            instance.stale_layers = None
+            raise StalePlanError(str(call.exception()))
+
+    async def _first_pass(self) -> None:
+        """Waits until every trainer rank has digested its weights, and looks at the values that they have counted.
+
+        Raises NonFiniteError naming tensors, ranks and counts of values that the instance does not take.
+        """
+        instance, senders, checks = self._instance, self._pair.spec.trainer_world, self._instance.checks
+        if self._pair.spec.verify is Verify.OFF or checks is None:
+            return
+        await instance.until(
+            lambda: len(instance.first_digests) == senders,
+            instance.settings.verify,
+            lambda: (
+                f"instance {instance.name}: trainer ranks {absent(instance.first_digests, senders)} did not digest "
+                "their weights before the transfer"
+            ),
+        )
+        first = dict(instance.first_digests)
+        if not any(len(report.values.row) for report in first.values()):
+            return
+        instance.non_finite = await asyncio.to_thread(checks.non_finite, first, instance.name)
+        refused = instance.spec.refused(instance.non_finite)
+        if refused:
+            raise NonFiniteError(
+                f"instance {instance.name}: values are not finite: {_listed(refused)}; version {self._version} was not "
+                "sent, and the one before goes on; mend the weights, or allow these tensors by allow_non_finite"
+            )
+        if instance.non_finite:
+            found = _listed(instance.non_finite)
+            log.warning("instance %s: values are not finite: %s", instance.name, found, extra=self._where)
+
+    async def _transfer(self, call: asyncio.Task[None]) -> None:
+        instance, senders = self._instance, self._pair.spec.trainer_world
+        # The call of an engine ends when its ranks have received, and what trainer ranks digest then is waited for with
+        # its own digests. Where there is no engine to call, the end of the transfer is heard by digests alone.
+        calls = instance.spec.kind != "worker"
+
+        def missing() -> str:
+            late = "" if calls else absent(instance.trainer_digests, senders)
+            who = f"trainer ranks {late}" if late else "the engine"
+            return f"instance {instance.name}: {who} did not finish the transfer"
+
+        await instance.until(
+            lambda: call.done() and (calls or len(instance.trainer_digests) == senders),
+            instance.settings.transfer,
+            missing,
+        )
+        await call
+
+    async def _verify(self) -> DigestCounts:
+        instance, senders = self._instance, self._pair.spec.trainer_world
+
+        def missing() -> str:
+            late = absent(instance.digests.keys() | instance.moved.keys(), instance.world)
+            who = f"its ranks {late}" if late else f"trainer ranks {absent(instance.trainer_digests, senders)}"
+            return f"instance {instance.name}: no digests of {who}"
+
+        def answered() -> bool:
+            ranks = len(instance.digests.keys() | instance.moved.keys()) == instance.world
+            return ranks and (bool(instance.moved) or len(instance.trainer_digests) == senders)
+
+        await instance.until(answered, instance.settings.verify, missing)
+        if instance.moved:
+            raise self._moved()
+        instance.on(Event.VERIFY)
+        checks, layout = instance.checks, instance.layout
+        if checks is None or layout is None:
+            raise PairStateError(f"instance {instance.name} has no plan")
+        if self._pair.spec.verify is Verify.OFF:
+            return DigestCounts(0, 0, 0, 0, 0)
+        slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
+        # What is compared is what was kept.
+        first, sent, held = dict(instance.first_digests), dict(instance.trainer_digests), dict(instance.digests)
+
+        def compare() -> DigestCounts:
+            checks.check_unchanged(first, sent)
+            return checks.compare(sent, instance.name, held, slots)
+
+        return await asyncio.to_thread(compare)
+
+    async def _over(self, call: asyncio.Task[None]) -> None:
+        """The engine's call must be over before anything else is asked of the engine; nobody waits long for the answer
+        of one that is not heard from.
+        """
+        settings = self._pair.spec.settings
+        seconds = max(self._instance.left(settings.engine), settings.clean_up)
+        await self._instance.poll(lambda: call.done() or bool(self._instance.silent), seconds)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), settings.clean_up)
+
+    def _moved(self) -> _MovedError:
+        instance = self._instance
+        rank = min(instance.moved)
+        layers = ", ".join(map(str, sorted({layer for found in instance.moved.values() for layer in found})))
+        text = f"instance {instance.name}: rank {rank}: the expert placement of layers {layers} changed"
+        if not self._resends:
+            return _MovedError(f"{text} during the transfer")
+        return _MovedError(
+            f"{text} during the transfer, and went on changing while they were sent {self._resends} "
+            "times more; let the engine rest and update it in full"
+        )
+
+    async def _commit(self) -> None:
+        """The version is the instance's once this is on the disk; of all in one write, where they commit together."""
+        committing = self._together.committing(self._instance)
+        for one in committing:
+            if one.failure is not None:
+                raise one.failure
+        records = [advance(one.record, Event.COMMIT, version=self._version) for one in committing]
+        if records:  # of all for the first, and of none for the others
+            await self._pair.store.save(*(one.saved(record) for one, record in zip(committing, records, strict=True)))
+        for one, record in zip(committing, records, strict=True):
+            one.adopt(record, Event.COMMIT)
+            if one.suspect:  # a rank started anew in this very moment, with other memory
+                one.on(Event.DISTRUST, reason=str(one.failure))
+                one.store.save_soon(one.saved())
+        await self._together.committed(self._instance, self._pair.spec.settings.longest)
+
+    async def _resume(self) -> str:
+        """Lets the engine go on with the committed version; what kept it from that, in one line, or nothing."""
+        instance = self._instance
+        if instance.record.fenced:
+            reason = instance.failure or instance.record.reason
+            return f"the version is committed, but the instance was fenced meanwhile: {reason}"
+        seconds = max(instance.left(instance.settings.engine), instance.settings.clean_up)
+        try:
+            async with asyncio.timeout(seconds):
+                await instance.driver.resume()
+        except (WeightcastError, TimeoutError) as failure:
+            error = str(failure) or f"it did not answer within {seconds:g} s"
+            log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)
+            return f"the version is committed, but the engine did not go on: {error}"
+        instance.paused = False
+        instance.store.save_soon(instance.saved())
+        return ""
+
+    async def _heard(self, error: WeightcastError) -> WeightcastError:
+        """What failed, after what other ranks say of it that was told by one."""
+        if error is not self._instance.failure or not self._instance.told:
+            return error
+        await asyncio.sleep(_HEARING)
+        return self._instance.cause() or error
+
+    async def _fail(self, error: WeightcastError) -> None:
+        """Says what failed, closes the engine's session, and resumes the engine only if it holds one whole version."""
+        instance = self._instance
+        log.error("pair %s instance %s: update failed: %s", instance.pair, instance.name, error, extra=self._where)
+        self._together.give_up(instance, error)
+        untouched = isinstance(error, NonFiniteError) and instance.record.phase is Phase.PREPARING
+        if untouched:  # nothing is wrong with the instance, so it stays as it is
+            instance.on(Event.CANCEL, reason=str(error))
+        elif instance.record.phase is not Phase.FAILED:
+            instance.on(Event.FAIL, reason=str(error))
+        await self._best_effort("end the session", instance.driver.end())
+        if not untouched:
+            await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
+        # Only what was paused here is resumed: an engine may have been left paused by somebody who knew why.
+        if instance.paused and not instance.record.fenced:
+            await self._best_effort("resume", instance.driver.resume())
+            instance.paused = False
+            instance.store.save_soon(instance.saved())
+
+    async def _best_effort(self, what: str, step: Awaitable[None]) -> None:
+        """After a failure: one more refusal changes nothing, but is said; nor does an engine that answers no more."""
+        try:
+            await asyncio.wait_for(step, self._pair.spec.settings.clean_up)
+        except Exception as second:  # the first failure is the one to report
+            name = type(second).__name__
+            log.warning("instance %s: could not %s: %s %s", self._instance.name, what, name, second, extra=self._where)
+
+
+def _listed(values: Sequence[NonFinite]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(values) - _SHOWN} tensors more" if len(values) > _SHOWN else ""
+    return "; ".join(map(str, values[:_SHOWN])) + more
+
+
+def _moved_layers(before: InstanceLayout | None, now: InstanceLayout | None) -> set[int] | None:
+    """Layers whose placement differs between two descriptions; None where more than that does."""
+    old = before.placement if before else None
+    new = now.placement if now else None
+    if old is None and new is None:
+        return set()
+    if old is None or new is None or old.physical_to_logical.shape != new.physical_to_logical.shape:
+        return None
+    return set(new.changed_layers(old).tolist())
+
+
+def _refused(call: asyncio.Task[None]) -> bool:
+    """Whether an engine's call came back with an error; then nobody else needs to be waited for."""
+    return call.done() and not call.cancelled() and call.exception() is not None

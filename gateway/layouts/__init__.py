@@ -1,0 +1,1 @@
+"""Layouts of whole sides: merged from reports, inspected, and their digests compared."""

@@ -1,0 +1,218 @@
+"""Joins the reports of all ranks of one instance, or of the trainer, and refuses what does not fit together.
+
+Everything is joined by name and per instance; instances are never merged into one another. Every region of every rank
+is kept: replicas of an expert, also two on one rank, are rows of their own, and nothing is keyed so that one hides
+another.
+
+    trainer = merge_trainer(trainer_reports)
+    layout = merge_instance("rollout-0", reports, trainer.tensors)
+    plan_transfer(trainer.joined, {layout.name: layout.joined})
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from weightcast.gateway.layouts.experts import check_dispatch, check_slots, common_placement
+from weightcast.transfer.boxes.algebra import decompose, uncovered
+from weightcast.transfer.errors import CoverageError, LayoutError
+from weightcast.transfer.layout.coverage import describe_gaps
+from weightcast.transfer.layout.dtypes import cast_allowed, dtype_name
+from weightcast.transfer.layout.joined import JoinedRanks, SideName, join_ranks
+from weightcast.transfer.layout.placement import ExpertPlacement
+from weightcast.transfer.layout.summaries import number_ranges, summarize
+from weightcast.transfer.layout.tables import RankReport, RegionTable, TensorSpec, TensorTable
+
+__all__ = ["InstanceLayout", "TrainerLayout", "merge_instance", "merge_trainer"]
+
+
+@dataclass(frozen=True)
+class _SideLayout:
+    """All that the ranks of one side hold: `reports` by rank, and their tables `joined`."""
+
+    reports: tuple[RankReport, ...]
+    joined: JoinedRanks
+
+    @property
+    def tensors(self) -> TensorTable:
+        """All their tensors."""
+        return self.joined.tensors
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.reports)
+
+    @property
+    def tables(self) -> tuple[RegionTable, ...]:
+        """Region tables by rank."""
+        return tuple(report.table for report in self.reports)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host names by rank, empty where unknown."""
+        return tuple(report.host for report in self.reports)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all tables; sides with equal layouts, and only those, have equal fingerprints."""
+        return hashlib.blake2b(" ".join(self.joined.fingerprints).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class TrainerLayout(_SideLayout):
+    """All that the trainer's ranks hold."""
+
+
+@dataclass(frozen=True)
+class InstanceLayout(_SideLayout):
+    """All that the ranks of one instance hold. `placement` is that of its routed experts, if ranks reported one.
+
+    Instances whose layouts have one fingerprint are of one class: a plan for one fits the other.
+    """
+
+    name: str
+    placement: ExpertPlacement | None
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Tensors that no rank holds on purpose, with the reason."""
+        held = frozenset(self.tensors.names)
+        declared = (pair for report in self.reports for pair in report.notes.left_out)
+        return {tensor: reason for tensor, reason in declared if tensor not in held}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all tables and of the placement, not of name and hosts."""
+        parts = [*self.joined.fingerprints, self.placement.fingerprint if self.placement else "none"]
+        return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def merge_trainer(reports: Sequence[RankReport]) -> TrainerLayout:
+    """The trainer's layout from the reports of its ranks in any order.
+
+    Raises LayoutError for missing, repeated or disagreeing ranks, CoverageError where the ranks together do not hold
+    the whole of a tensor that one of them names.
+    """
+    side = SideName("")
+    ordered = _order_reports(side, reports)
+    joined = join_ranks(side.name, [report.table for report in ordered])
+    if gaps := _gaps(joined):
+        raise CoverageError(gaps)
+    return TrainerLayout(ordered, joined)
+
+
+def merge_instance(
+    instance: str, reports: Sequence[RankReport], catalog: TensorTable | Mapping[str, TensorSpec] | None = None
+) -> InstanceLayout:
+    """The layout of one instance from the reports of its ranks in any order.
+
+    `catalog` are the tensors of the trainer; the instance must hold all of them that no rank declares as left out, and
+    no others. Without it the tensors that its own ranks know are taken for complete.
+
+    Raises LayoutError for missing, repeated or disagreeing ranks, for shapes that differ from the catalog's, and for
+    dtypes that its values cannot be cast to; CoverageError, naming all gaps in compact ranges, for what no rank or slot
+    holds; AgreementError where regions or dispatch tables contradict the placement.
+    """
+    side = SideName(instance)
+    ordered = _order_reports(side, reports)
+    known = None if catalog is None else _table_of(catalog)
+    joined = join_ranks(instance, [report.table for report in ordered], known)
+    placement = common_placement(side, ordered)
+    layout = InstanceLayout(ordered, joined, instance, placement)
+    _require_casts(layout)
+    gaps = [_gaps(joined), *_catalog_gaps(layout)]
+    if any(gaps):
+        raise CoverageError("; ".join(gap for gap in gaps if gap))
+    if placement is not None:
+        # The trainer's names are parsed once for all instances.
+        row = joined.catalog_row
+        parsed = joined.tensors.parsed_names if known is None or row is None else known.parsed_names.take(row)
+        check_slots(side, ordered, placement, joined, parsed)
+        check_dispatch(side, ordered, placement)
+    return layout
+
+
+def _table_of(catalog: TensorTable | Mapping[str, TensorSpec]) -> TensorTable:
+    return catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
+
+
+def _order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankReport, ...]:
+    """Returns the reports by rank. Raises LayoutError naming missing, repeated and disagreeing ranks."""
+    by_rank: dict[int, RankReport] = {}
+    first: RankReport | None = None
+    for report in reports:
+        first = first or report
+        if report.world_size != first.world_size:
+            raise LayoutError(
+                f"{side.rank(report.rank)} says there are {report.world_size} ranks, "
+                f"{side.rank(first.rank)} says {first.world_size}"
+            )
+        if not 0 <= report.rank < report.world_size:
+            raise LayoutError(f"{side.rank(report.rank)} is not in 0..{report.world_size - 1}")
+        if report.rank in by_rank:
+            hosts = f"{by_rank[report.rank].host or 'unknown'} and {report.host or 'unknown'}"
+            raise LayoutError(f"{side.rank(report.rank)} reported twice (hosts {hosts}); each process has its own")
+        by_rank[report.rank] = report
+    if first is None:
+        raise LayoutError(f"no rank of {side} reported")
+    if missing := set(range(first.world_size)) - by_rank.keys():
+        raise LayoutError(f"of the {first.world_size} ranks of {side} these did not report: {number_ranges(missing)}")
+    return tuple(by_rank[rank] for rank in range(first.world_size))
+
+
+def _gaps(joined: JoinedRanks) -> str:
+    """Describes what the regions together do not cover; empty when they cover every tensor."""
+    tensors, side = joined.tensors, SideName(joined.name)
+    volume = tensors.elements
+    done = volume == 0
+    done[joined.tensor[joined.volume == volume[joined.tensor]]] = True
+    rest = joined.regions.take(np.flatnonzero(~done[joined.tensor]))
+    cells = decompose(rest.tensor, rest.offset, rest.size, lambda row: f"tensor {tensors.names[row]!r} of {side}")
+    short = uncovered(cells.key, cells.offset, cells.size, tensors.shape)
+    short = short[~done[short]]
+    if not len(short):
+        return ""
+    where = f"on no rank of {side}" if side.name else "on no trainer rank"
+    return f"{describe_gaps(tensors, cells, short)}: {where}"
+
+
+def _catalog_gaps(layout: InstanceLayout) -> list[str]:
+    """Describes the gaps between the trainer's tensors and the instance's."""
+    known, row = layout.joined.catalog, layout.joined.catalog_row
+    if known is None or row is None:
+        return []
+    present = np.zeros(len(known), dtype=bool)
+    present[row[row >= 0]] = True
+    left_out = layout.left_out
+    missing = [name for i in np.flatnonzero(~present).tolist() if (name := known.names[i]) not in left_out]
+    extra = [layout.tensors.names[i] for i in np.flatnonzero(row < 0).tolist()]
+    gaps = []
+    if missing:
+        gaps.append(f"{summarize(missing)}: on no rank of {layout.name}")
+    if extra:
+        gaps.append(f"{summarize(extra)}: on {layout.name}, but on no trainer rank, so it would never be updated")
+    return gaps
+
+
+def _require_casts(layout: InstanceLayout) -> None:
+    """Raises LayoutError where the trainer's values cannot be cast to the dtype of the instance."""
+    known, row = layout.joined.catalog, layout.joined.catalog_row
+    if known is None or row is None:
+        return
+    mine = np.flatnonzero(row >= 0)
+    wrong = mine[~cast_allowed(known.dtype[row[mine]], layout.tensors.dtype[mine])]
+    if len(wrong):
+        first = int(wrong[0])
+        sent, wanted = (dtype_name(int(code)) for code in (known.dtype[row[first]], layout.tensors.dtype[first]))
+        more = f"; {len(wrong) - 1} tensors more are like it" if len(wrong) > 1 else ""
+        raise LayoutError(
+            f"tensor {layout.tensors.names[first]!r} has dtype {sent} on the trainer and {wanted} on {layout.name}: a "
+            "cast would change its values unseen; load the engine with the trainer's dtype, or convert the tensor on "
+            f"the trainer{more}"
+        )

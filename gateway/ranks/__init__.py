@@ -1,0 +1,1 @@
+"""The ranks' side: workers of trainers and instances, their orders, digests and beats."""

@@ -1,0 +1,230 @@
+"""What a rank digests in an update, how much of it, and how long that took."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import DigestArray
+from weightcast.transfer.digest.digester import Digester
+from weightcast.transfer.errors import WeightsChangedError
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.layout.summaries import summarize
+from weightcast.transfer.plan.digest_report import DigestReport
+from weightcast.transfer.plan.operations import DigestRows, RankPart
+from weightcast.transfer.plan.verification import Sample, ValueCounts, Verify
+
+__all__ = ["Digested", "PartDigests", "SharedDigests"]
+
+log = logging.getLogger("weightcast.transfer")
+
+_KEPT = 4
+"""Sets of rows that stay prepared: those of instances that were planned apart differ."""
+
+
+class Digested(NamedTuple):
+    """A report for the gateway and the seconds that it took."""
+
+    report: DigestReport
+    seconds: float
+
+
+class PartDigests:
+    """Digests of a rank's own rows of a part, read from its live memory; prepared once for a part and a layout."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._prepared: list[tuple[DigestRows, RankLayout, Digester]] = []
+
+    def prepare(self, part: RankPart, layout: RankLayout) -> None:
+        """Makes ready for `report`, as when joining: it takes longer than many a report."""
+        if part.verify is not Verify.OFF:
+            self._digester(part.digests, layout)
+
+    def report(
+        self,
+        part: RankPart,
+        layout: RankLayout,
+        version: int,
+        labels: Mapping[str, object] | None = None,
+        *,
+        values: bool = False,
+    ) -> Digested:
+        """What the gateway is told; of no rows where nothing is to be verified.
+
+        With `values` those that are not finite are counted, of the same elements. `labels` become fields of the log
+        record, as in Executor.run. Raises StalePlanError when memory was reallocated.
+        """
+        start, rows, counts = time.perf_counter(), part.digests, ValueCounts.of({})
+        digests: DigestArray
+        if part.verify is Verify.OFF:
+            rows, digests = rows.between(0, 0), np.empty(0, dtype=np.uint64)
+        else:
+            digester, sample = self._digester(rows, layout), Sample.of(part.verify, version)
+            digests, counts = digester.read(sample) if values else (digester.run(sample), counts)
+        seconds = time.perf_counter() - start
+        label = f"{'trainer' if part.is_trainer else part.instance} rank {part.rank}"
+        fields = {"rank": part.rank, "version": version, "digest_seconds": seconds, "verify": part.verify.value}
+        log.info("%s: digested %d boxes in %.3f s", label, len(rows), seconds, extra={**(labels or {}), **fields})
+        report = DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, digests, counts)
+        return Digested(report, seconds)
+
+    def _digester(self, rows: DigestRows, layout: RankLayout) -> Digester:
+        with self._lock:
+            for known, of, digester in self._prepared:
+                if of is layout and _same(known, rows):
+                    return digester
+            digester = Digester(layout, rows.region, rows.offset, rows.size, rows.dtype)
+            # Those of another layout would keep memory that the trainer may have given up.
+            rest = [entry for entry in self._prepared if entry[1] is layout][: _KEPT - 1]
+            self._prepared = [(rows, layout, digester), *rest]
+            return digester
+
+
+@dataclass(slots=True)
+class _Passes:
+    """The two passes over the rows of a part, and when the second was asked for, by `time.monotonic`."""
+
+    part: RankPart
+    first: Future[Digested]
+    second: Future[Digested] | None = None
+    second_asked: float = 0.0
+
+
+class SharedDigests:
+    """A trainer rank's two passes over its weights in an update, for all instances together, in a thread.
+
+    The gateway tells ranks to send when every rank has reported its first pass, and a rank begins its second after it
+    was told to. So weights that have the same digests in both were all as the first pass has them at one moment: when
+    it had ended everywhere.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._passes: list[_Passes] = []
+        self._begun: list[Future[Digested]] = []
+        self._digests = PartDigests()
+
+    def prepare(self, part: RankPart, layout: RankLayout) -> None:
+        """Makes ready for the passes."""
+        self._digests.prepare(part, layout)
+
+    def begin(
+        self,
+        parts: Sequence[RankPart],
+        layout: RankLayout,
+        version: int,
+        labels: Mapping[str, object] | None = None,
+    ) -> None:
+        """Starts the first pass for all parts of an update, and forgets the one before: memory may have changed."""
+        with self._lock:
+            for passes in self._passes:
+                for future in (passes.first, passes.second):
+                    if future is not None:
+                        future.cancel()
+            self._passes = []
+            for part in parts:
+                self._passes_over(part, layout, version, labels)
+            self._begun = [passes.first for passes in self._passes]
+
+    def first(
+        self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
+    ) -> Digested:
+        """The first pass over a part, with counts of values. It is waited for together with those that began with the
+        update, so that there is one moment at which all of them had ended.
+
+        A part that another pass has to be made for, because its instance was planned anew meanwhile, must find the
+        weights as they were. Raises WeightsChangedError naming tensors that changed, StalePlanError when memory moved.
+        """
+        with self._lock:
+            first, begun = self._passes_over(part, layout, version, labels).first, list(self._begun)
+        for other in begun:
+            other.result()
+        return first.result()
+
+    def second(
+        self,
+        part: RankPart,
+        layout: RankLayout,
+        version: int,
+        labels: Mapping[str, object] | None = None,
+        *,
+        since: float = 0.0,
+    ) -> Future[Digested]:
+        """The second pass over a part, perhaps under way for another instance, unless it began before `since`.
+
+        `since` (of `time.monotonic`) is when the rank was told to send, for instances that joined in this update.
+        """
+        with self._lock:
+            passes = self._passes_over(part, layout, version, labels)
+            if passes.second is None or passes.second_asked < since:
+                passes.second_asked = time.monotonic()
+                passes.second = self._submit(part, layout, version, labels, values=False, earlier=())
+            return passes.second
+
+    def _passes_over(
+        self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None
+    ) -> _Passes:
+        for passes in self._passes:
+            if passes.part.verify is part.verify and _same(passes.part.digests, part.digests):
+                return passes
+        earlier = tuple(passes for passes in self._passes if passes.second is not None)
+        passes = _Passes(part, self._submit(part, layout, version, labels, values=True, earlier=earlier))
+        self._passes.append(passes)
+        return passes
+
+    def _submit(
+        self,
+        part: RankPart,
+        layout: RankLayout,
+        version: int,
+        labels: Mapping[str, object] | None,
+        *,
+        values: bool,
+        earlier: Sequence[_Passes],
+    ) -> Future[Digested]:
+        """A pass over a part. Those who have had their second pass before it began are looked at again behind it, so
+        that all instances of the update are of one state.
+        """
+
+        def work() -> Digested:
+            digested = self._digests.report(part, layout, version, labels, values=values)
+            for passes in earlier:
+                again = self._digests.report(passes.part, layout, version, labels)
+                _check_same(passes.part, passes.first.result().report, again.report)
+            return digested
+
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weightcast-digest")
+        return self._pool.submit(work)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+def _check_same(part: RankPart, first: DigestReport, again: DigestReport) -> None:
+    changed = np.unique(part.digests.tensor[first.digest != again.digest])
+    if len(changed):
+        names = summarize([part.tensors.names[row] for row in changed.tolist()])
+        raise WeightsChangedError(
+            f"weights changed during update() while an instance connected anew: {names}; let them stand still until "
+            "update() has returned, then offer a greater version"
+        )
+
+
+def _same(one: DigestRows, other: DigestRows) -> bool:
+    if one is other:
+        return True
+    columns = ("region", "offset", "size", "dtype", "cell")
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)

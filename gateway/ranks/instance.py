@@ -1,0 +1,497 @@
+"""An inference rank's side of its pair, given a Sink.
+
+Engine plugins call its steps one by one; an engine of your own calls `serve()` between two batches, and generates only
+while `fenced` is False, which it never is before the first commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightcast.gateway.client import POLL, GatewayClient, Orders
+from weightcast.gateway.ranks.digests import PartDigests
+from weightcast.gateway.ranks.heartbeat import Heartbeat
+from weightcast.gateway.ranks.host import process_identity
+from weightcast.gateway.ranks.membership import (
+    Change,
+    Joining,
+    Member,
+    Run,
+    Waits,
+    changed_placement,
+    check_unmoved,
+    join,
+    report_of,
+)
+from weightcast.gateway.settings import Settings
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import (
+    AbsentError,
+    DisplacedError,
+    PairStateError,
+    StalePlanError,
+    TransferError,
+    WeightcastError,
+)
+from weightcast.transfer.executor import TransferReport
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.protocols import Settles, Sink
+
+__all__ = ["InstanceWorker", "Memory"]
+
+log = logging.getLogger("weightcast.worker")
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a process knows of the memory of its rank. It lasts as long as the memory does: longer than workers, pairs
+    and gateways.
+
+    `version` was committed last. `verified` is the version whose digests were reported last, if the memory was not
+    written since, and `of` the uid of the pair that it came from. `uncommitted` says that the memory was written since
+    a commit, `unconfirmed` that the gateway's record says something else than `version`. `followed` is the generation
+    of the trainer of pair `followed_in` that wrote the memory last. `identity` stands for the process.
+    """
+
+    version: int | None = None
+    verified: int | None = None
+    of: str = ""
+    uncommitted: bool = False
+    unconfirmed: bool = False
+    followed: int = 0
+    followed_in: str = ""
+    identity: str = field(default_factory=process_identity)
+
+
+class InstanceWorker:
+    """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
+
+    `memory` is that of an earlier worker of this process whose weights are still there; without it nothing is held yet.
+    Of two processes that say that they are one rank the one that says so last is; the other one is refused for good,
+    with DisplacedError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        pair: str,
+        instance: str,
+        sink: Sink,
+        *,
+        rank: int,
+        world_size: int,
+        token: str | None = None,
+        backend: str = "tcp",
+        address: str = "127.0.0.1",
+        deadline: float | None = None,
+        memory: Memory | None = None,
+    ) -> None:
+        self._url, self._token = url, token
+        self.memory = memory or Memory()
+        self._waits = Waits.of(Settings(), deadline)
+        self._client = GatewayClient(url, token, timeout=self._waits.outage, identity=self.memory.identity)
+        self._heartbeat: Heartbeat | None = None
+        self._pair, self._instance, self._sink = pair, instance, sink
+        self._rank, self._world = rank, world_size
+        self._backend, self._address, self._deadline = backend, address, deadline
+        self._layout: RankLayout | None = None
+        self._member: Member | None = None
+        self._joining: Joining | None = None
+        self._digests = PartDigests()
+        self._run: Run | None = None
+        self._given_up = self._quiet = False
+        self._epoch = 0
+        self._cursor: int | None = None
+        self._boot = self._uid = ""
+        self._ahead: Orders | None = None
+        self._absent = False
+        self._displaced: DisplacedError | None = None
+        self._target: int | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that was committed last, None before the first."""
+        return self.memory.version
+
+    @property
+    def target(self) -> int | None:
+        """The version that was received last, committed or not."""
+        return self._target
+
+    @property
+    def fenced(self) -> bool:
+        """Whether this rank must not generate: no version was committed yet, its memory may hold bytes of two versions
+        or of one that no gateway confirms, or another process has taken its place.
+        """
+        memory = self.memory
+        return memory.version is None or memory.uncommitted or memory.unconfirmed or self._displaced is not None
+
+    def connect(self, epoch: int) -> None:
+        """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
+        self.disconnect()
+        self._epoch = epoch
+        try:
+            self._register(epoch)
+            self._join(epoch)
+            self._finish_join()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _register(self, epoch: int) -> None:
+        self._live()
+        self._layout = self._sink.describe()
+        report = report_of(self._layout, self._rank, self._world)
+        memory = self.memory
+        committed, self._uid = self._client.register_instance(
+            self._pair,
+            self._instance,
+            epoch,
+            report,
+            verified=memory.verified,
+            of=memory.of,
+            uncommitted=memory.uncommitted,
+            followed=memory.followed if memory.followed_in == self._pair else 0,
+        )
+        self._still_wanted()
+        self._confirm(committed)
+
+    def _confirm(self, committed: bool) -> None:
+        """Takes the gateway's word on what this rank holds."""
+        if committed:
+            self.commit()
+        else:
+            self.memory.unconfirmed = True
+
+    def _live(self) -> None:
+        """Learns how long to wait, and begins to say that this rank lives."""
+        self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
+        if self._heartbeat is None:
+            path = f"{self._pair}/instances/{self._instance}/ranks/{self._rank}"
+            seconds, identity = self._waits.heartbeat, self.memory.identity
+            self._heartbeat = Heartbeat(self._url, self._token, path, identity, seconds, self._heard, self._unheard)
+
+    def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Fetches the part, and begins to join beside: who joins waits for others, whom the gateway may give up."""
+        deadline = time.monotonic() + self._waits.gateway
+        part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
+        layout, waits = self._described(), self._waits
+        self._digests.prepare(part, layout)
+        self._joining = Joining(
+            waits.join,
+            lambda joining: join(self._client, self._pair, epoch, part, layout, self._backend, self._address, joining),
+            failed,
+        )
+        if self._given_up:
+            self._joining.abandon()
+
+    def _finish_join(self) -> None:
+        if (joining := self._joining) is not None:
+            try:
+                self._member = joining.result()
+            finally:
+                self._joining = None
+
+    def transfer(self) -> TransferReport:
+        """Checks that the layout still holds, waits until every rank has, and receives.
+
+        Raises StalePlanError when the layout changed here or on another rank; then nothing was written.
+        """
+        try:
+            member, change = self._joined(), self._change()
+            layers = None if change.layers is None else list(change.layers)
+            where = (self._pair, self._instance, self._epoch)
+            deadline = time.monotonic() + self._waits.gateway
+            order = self._client.ready(*where, self._rank, change.text, layers, deadline)
+            if order["action"] != "run":
+                raise StalePlanError(f"the update was called off: {order['reason']}")
+            if self._cursor is not None:
+                self._cursor = int(order["number"]) + 1  # it need not be asked for
+            executor = member.executor_for(order["layers"], self._described())
+            if executor is None or member.group is None:
+                raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
+            self._run = Run(self._epoch, member.group)
+            self._still_wanted()
+            self.memory.uncommitted, self.memory.verified = True, None
+            self._target = int(order["version"])
+            self.memory.followed, self.memory.followed_in = int(order["trainer"]), self._pair
+            labels = {"pair": self._pair, "version": self._target}
+            return executor.run(Deadline.after(self._waits.transfer), labels)
+        except StalePlanError:
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+        finally:
+            self._run = None
+
+    def give_up(self, *, quietly: bool = False) -> None:
+        """Makes whatever this worker waits for fail, from any thread; it writes nothing from then on. Close it.
+
+        With `quietly` the gateway is not told: another worker has taken the place of this one.
+        """
+        self._given_up, self._quiet = True, self._quiet or quietly
+        if (joining := self._joining) is not None:
+            joining.abandon()
+        if (run := self._run) is not None:
+            run.call_off()
+
+    def _still_wanted(self) -> None:
+        if self._given_up:
+            raise PairStateError(f"{self._instance} rank {self._rank}: another connect has taken the place of this one")
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the gateway what keeps this rank from its part."""
+        self._tell(error)
+
+    def _heard(self, sent: float, running: int | None) -> None:
+        """The gateway says at each beat whose run it waits for."""
+        run = self._run
+        if run is not None and sent > run.since and running != run.epoch:
+            log.warning("%s rank %d: the run is called off", self._instance, self._rank)
+            run.call_off()
+
+    def _unheard(self, seconds: float, error: WeightcastError) -> None:
+        """The gateway did not answer for `seconds`, or refused a beat: without it no update can be committed."""
+        if isinstance(error, DisplacedError):
+            self._displaced = error
+        elif not isinstance(error, TransferError) or seconds <= self._waits.outage:
+            return
+        run = self._run
+        if run is not None:
+            log.warning("%s rank %d: the run is called off: %s", self._instance, self._rank, error)
+            run.call_off()
+
+    def verify(self) -> bool:
+        """Lets the sink settle, digests this rank's memory as it then is, and reports.
+
+        Called after the engine's own end of the update session.
+        False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
+        after all ranks were described anew.
+        """
+        try:
+            change = self._change()
+            if change.layers is None:
+                raise StalePlanError(f"changed during the transfer: {change.text}")
+            where, target = (self._pair, self._instance, self._epoch), self._target
+            if target is None:
+                raise PairStateError(f"{self._instance} rank {self._rank} has received nothing to verify")
+            if change.text:
+                self._client.moved(*where, self._rank, target, list(change.layers))
+                return False
+            if isinstance(self._sink, Settles):
+                self._sink.settle()
+            labels = {"pair": self._pair, "instance": self._instance}
+            digests = self._digests.report(self._joined().part, self._described(), target, labels)
+            self._still_wanted()
+            # Whoever never hears of it cannot have committed it.
+            self.memory.verified, self.memory.of = target, self._uid
+            self._ahead = self._client.digests(
+                *where, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
+            )
+            return True
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def serve(self, wait: float = 0.0) -> int | None:
+        """For engines without an API of their own: follows the gateway's orders through one connect or update.
+
+        Call it between two batches, on every rank. Returns when there is no order within `wait` seconds, and stays
+        while something is under way. Returns the version that was committed, None when none was.
+
+        A pair that is deleted, or that the instance is no longer of, is logged once, and waited for: None. Raises
+        TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like that;
+        DisplacedError, for good, when another process has taken the place of this one.
+        """
+        until = time.monotonic() + wait
+        try:
+            while True:
+                try:
+                    return self._serve(until)
+                except AbsentError as error:
+                    if self._cursor is None:
+                        raise  # nobody knows yet that there is such a pair
+                    self._say_absent(error)
+                if time.monotonic() >= until:
+                    return None
+                time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+        except DisplacedError as error:
+            self._displaced = error
+            raise
+        finally:
+            self._give_up_join()
+
+    def _serve(self, until: float) -> int | None:
+        if self._displaced is not None:
+            self.disconnect()
+            raise self._displaced
+        if self._cursor is None:
+            self._cursor = self._first_order()
+        self._ahead = None
+        busy = False
+        while True:
+            patience = POLL if busy else max(0.0, until - time.monotonic())
+            found = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
+            self._ahead, self._absent = None, False
+            if found.boot != self._boot:
+                return self._meet_again(found.boot)
+            for number, order in enumerate(found.orders, found.given - len(found.orders)):
+                if number < self._cursor:
+                    continue
+                self._cursor = number + 1
+                self._obey(order)
+                if self._is_last(order):
+                    return self._committed(order)
+            busy = busy or bool(found.orders)
+            if not busy and time.monotonic() >= until:
+                return None
+
+    def _say_absent(self, error: AbsentError) -> None:
+        if not self._absent:
+            self._absent = True
+            self.disconnect()
+            log.warning(
+                "%s rank %d: %s; this rank keeps version %s and waits for pair %s to be created again",
+                self._instance,
+                self._rank,
+                error,
+                self.version,
+                self._pair,
+            )
+
+    def _first_order(self) -> int:
+        """Number of the first order that is for this worker; those that another one has followed before it are not."""
+        self._live()
+        found = self._client.orders(self._pair, self._instance, 0, 0.0)
+        self._boot = found.boot
+        last = found.orders[-1]["action"] if found.orders else "left"
+        if last in ("register", "left"):
+            return found.given - (last == "register")
+        self._client.restarted(self._pair, self._instance, self._rank)
+        return found.given
+
+    def _meet_again(self, boot: str) -> int | None:
+        """The gateway was restarted or the pair created again: an update that was under way is over, committed if the
+        gateway says so.
+        """
+        log.warning(
+            "%s rank %d: the gateway was restarted or the pair created again; this rank holds version %s",
+            self._instance,
+            self._rank,
+            self.version,
+        )
+        self.disconnect()
+        self._live()
+        status, memory = self._client.pair_status(self._pair), self.memory
+        record = status["instances"].get(self._instance, {})
+        expected, before = (memory.verified, memory.of, False), memory.version
+        same = memory.verified is not None and (record.get("version"), status["uid"], record.get("fenced")) == expected
+        self._confirm(same)
+        self._boot, self._cursor = boot, 0
+        return self.version if same and self.version != before else None
+
+    def _is_last(self, order: dict[str, Any]) -> bool:
+        """Whether an order ends a connect or an update; within an update connecting does not end it."""
+        if order["action"] in ("connected", "failed"):
+            return order["version"] is None
+        return order["action"] in ("end", "left") and not (order["action"] == "end" and order["version"] is None)
+
+    def _committed(self, order: dict[str, Any]) -> int | None:
+        """The version of an order that ends an update, if it was committed and this worker has verified it."""
+        if not order["committed"] or order["version"] != self.memory.verified:
+            return None
+        self.commit()
+        return self.version
+
+    def commit(self) -> None:
+        """What was transferred and verified last has been committed."""
+        if self.memory.verified is not None:
+            self.memory.uncommitted = self.memory.unconfirmed = False
+            self.memory.version = self.memory.verified
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        """One order; failures are told to the gateway, which ends the connect or update."""
+        with suppress(WeightcastError):
+            if order["action"] == "register":
+                self.disconnect()
+                self._epoch = order["epoch"]
+                self._telling(lambda: self._register(order["epoch"]))
+            elif order["action"] == "join":
+                epoch = order["epoch"]
+                self._telling(lambda: self._join(epoch, lambda error: self._tell(error, epoch)))
+            elif order["action"] in ("connected", "prepare"):
+                self._finish_join()
+            elif order["action"] != "run":
+                self._give_up_join()
+            if order["action"] == "prepare":
+                self.transfer()
+                self.verify()
+        if self._displaced is not None:
+            raise self._displaced
+
+    def _telling(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def disconnect(self) -> None:
+        """Leaves the communicator."""
+        self._give_up_join()
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+
+    def _give_up_join(self) -> None:
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.abandon()
+
+    def close(self) -> None:
+        """Leaves the communicator and the gateway."""
+        self.disconnect()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+        self._client.close()
+
+    def _described(self) -> RankLayout:
+        if self._layout is None:
+            raise PairStateError(f"{self._instance} rank {self._rank} has not registered")
+        return self._layout
+
+    def _joined(self) -> Member:
+        if self._member is None:
+            raise PairStateError(f"{self._instance} rank {self._rank} has not joined")
+        return self._member
+
+    def _change(self) -> Change:
+        """What changed since this rank was described."""
+        layout = self._described()
+        try:
+            check_unmoved(layout)
+        except StalePlanError as error:
+            return Change(str(error), None)
+        return changed_placement(layout.placement, self._sink.placement())
+
+    def _tell(self, error: BaseException, epoch: int | None = None) -> None:
+        """Tells the gateway what failed in `epoch`, the present one unless given."""
+        where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
+        log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
+        if isinstance(error, DisplacedError):
+            self._displaced = error
+            return  # what becomes of the instance is for the process that has taken the place
+        if self._quiet or self._client.lost:
+            return
+        epoch = self._epoch if epoch is None else epoch
+        try:
+            self._client.fail(self._pair, self._instance, epoch, "instance", self._rank, error, uid=self._uid)
+        except WeightcastError as second:
+            log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)

@@ -1,0 +1,363 @@
+"""A trainer rank's side of its pair, given a Source. What a training loop holds on every trainer rank:
+
+worker = TrainerWorker("http://127.0.0.1:8900", "main", FsdpSource(model), rank=rank, world_size=world)
+worker.connect()
+...
+worker.update(version=step)          # on every rank; raises if an instance did not commit
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weightcast.gateway.client import GatewayClient, Registered
+from weightcast.gateway.ranks.digests import SharedDigests
+from weightcast.gateway.ranks.heartbeat import Heartbeat
+from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, report_of
+from weightcast.gateway.ranks.orders import OrderFeed
+from weightcast.gateway.settings import Settings
+from weightcast.transfer.colocated.host_memory import share_memory
+from weightcast.transfer.colocated.offers import Share
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import PairStateError, StalePlanError, TransferError, UpdateError, WeightcastError
+from weightcast.transfer.executor import TransferReport
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.verification import Verify
+from weightcast.transfer.protocols import Source
+
+__all__ = ["TrainerWorker", "UpdateResult"]
+
+log = logging.getLogger("weightcast.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """How an update ended: the gateway's record for each instance, and what this rank moved for it."""
+
+    version: int
+    instances: dict[str, dict[str, Any]]
+    transfers: dict[str, TransferReport] = field(default_factory=dict)
+
+
+class TrainerWorker:
+    """A trainer rank's hold on its pair. All methods are called on every trainer rank, in the same order.
+
+    `backend` and `address` are those of the communicators: "tcp", "gloo" or "nccl", and the address on which this rank
+    can be reached.
+    `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
+    unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
+    are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
+    that resizes, offloads or pins its weights. Without it all bytes travel.
+
+    Of each rank of a pair's trainer one process is believed: the worker that connected last. It displaces the one
+    before it for good: whatever that one asks from then on raises DisplacedError, `connect` too. `takeover` lets this
+    worker's `connect` displace another one also when it was displaced itself: for a trainer that is to go on after it
+    was replaced by mistake; then all of its ranks need it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        pair: str,
+        source: Source,
+        *,
+        rank: int,
+        world_size: int,
+        token: str | None = None,
+        backend: str = "tcp",
+        address: str = "127.0.0.1",
+        deadline: float | None = None,
+        share: Share = None,
+        takeover: bool = False,
+    ) -> None:
+        self._url, self._token = url, token
+        self._waits = Waits.of(Settings(), deadline)
+        self._client = GatewayClient(url, token, timeout=self._waits.outage)
+        self._heartbeat: Heartbeat | None = None
+        self._pair = pair
+        self._source, self._share = source, share
+        self._rank, self._world = rank, world_size
+        self._backend, self._address, self._deadline = backend, address, deadline
+        self._layout: RankLayout | None = None
+        self._members: dict[str, Member] = {}
+        self._joining: dict[str, Joining] = {}
+        self._running: dict[str, Run] = {}
+        self._given_up = False
+        self._digests = SharedDigests()
+        self._takeover = takeover
+        # One process to the gateway, whose connects are numbered.
+        self._process, self._connects, self._generation = uuid.uuid4().hex, 0, 0
+
+    def connect(self) -> None:
+        """Describes and registers this rank, and joins the communicator of every instance.
+
+        Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
+        on; DisplacedError when another process has replaced this one, TransferError when the gateway did not answer for
+        the setting `outage`.
+        """
+        self._begin()
+        for member in self._members.values():
+            member.close()  # every instance is joined anew, and one that is not has no part of this layout
+        self._members.clear()
+        self._layout = self._describe()
+        self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
+        self._connects += 1
+        registered = self._register(self._layout, takeover=self._takeover)
+        instances = self._client.pair_status(self._pair)["instances"]
+        names = [name for name, record in instances.items() if record["phase"] != "left"]
+        if self._rank == 0:
+            self._client.start_connect(self._pair)
+        self._feed(registered.first_order, registered.boot).follow(
+            names,
+            self._follow_connect,
+            lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
+            lost=self._give_up,
+        )
+
+    def _describe(self) -> RankLayout:
+        layout = self._source.describe()
+        return share_memory(layout) if self._share == "in_place" else layout
+
+    def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
+        """Orders for the trainer as it was before this are passed over."""
+        report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
+        registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
+        self._generation = registered.generation
+        incarnation = self._client.incarnation
+        if self._heartbeat is None:
+            path, seconds = f"{self._pair}/trainer/{self._rank}", self._waits.heartbeat
+            self._heartbeat = Heartbeat(self._url, self._token, path, "", seconds, incarnation=incarnation)
+        self._heartbeat.speak_as(incarnation)
+        return registered
+
+    def _feed(self, first_order: int, boot: str) -> OrderFeed:
+        return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
+
+    def update(self, version: int) -> UpdateResult:
+        """Brings every instance to `version`. Returns when all are decided, after the setting `update` at the latest.
+        Until then the weights must stand still: where they do not, it is found out, and nothing is served.
+
+        Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
+        layout is no longer the one it registered, DisplacedError when another process has replaced this one,
+        PairStateError when another rank started anew and all have to connect again, UpdateError naming each instance
+        that did not commit and why, and TransferError when the gateway did not answer for the setting `outage`.
+        """
+        self._begin()
+        layout = self._describe()
+        if self._layout is None:
+            raise PairStateError(f"trainer rank {self._rank}: update before connect")
+        if layout.table.fingerprint != self._layout.table.fingerprint:
+            raise StalePlanError(
+                f"trainer rank {self._rank}: the layout is not the one that was registered; connect again"
+            )
+        if layout.memory.address.tolist() != self._layout.memory.address.tolist():
+            self._rebind(layout)
+        deadline = time.monotonic() + self._waits.gateway
+        boot = self._client.offer(self._pair, self._rank, version, deadline)
+        if boot is None:
+            self._register(layout, resumes=True)  # the gateway was restarted, or the pair created again
+            boot = self._client.offer(self._pair, self._rank, version, deadline) or ""
+        deadline = time.monotonic() + self._waits.gateway
+        # While the others offer, the engines pause and their ranks get ready.
+        parts = [member.part for member in self._members.values()]
+        self._digests.begin(parts, layout, version, self._labels(version))
+        names, first_order = self._client.begun(self._pair, version, boot, deadline)
+        for name in self._members.keys() - set(names) if names else ():
+            self._members.pop(name).close()  # it has left
+        reports: dict[str, TransferReport] = {}
+        self._feed(first_order, boot).follow(
+            names,
+            lambda name, take: self._follow_update(name, version, take, reports),
+            lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
+            self._call_off,
+            self._give_up,
+        )
+        instances = self._client.result(self._pair, version, deadline, boot)
+        failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
+        if failed:
+            raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
+        return UpdateResult(version, instances, reports)
+
+    def _begin(self) -> None:
+        self._client.begin()
+        self._given_up = False
+
+    def _give_up(self, error: BaseException) -> None:
+        """Ends all that is under way: the gateway gives this rank no more orders, as when it is gone."""
+        log.warning("what is under way is given up: %s", error, extra={"pair": self._pair, "rank": self._rank})
+        self._given_up = True
+        for name in tuple(self._joining):
+            self._leave_join(name)
+        for run in tuple(self._running.values()):
+            run.call_off()
+
+    def close(self) -> None:
+        """Leaves all communicators."""
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
+        for member in self._members.values():
+            member.close()
+        self._members.clear()
+        self._digests.close()
+        self._client.close()
+
+    def _rebind(self, layout: RankLayout) -> None:
+        """The same regions at new addresses: the plan holds, the executors get new views."""
+        self._layout = layout
+        for member in self._members.values():
+            member.rebind(layout)
+
+    def _follow_connect(self, name: str, take: Callable[[], dict[str, Any]]) -> None:
+        while True:
+            order = take()
+            if order["trainer"] < self._generation:
+                continue
+            if order["action"] == "join":
+                self._join(name, order["epoch"])
+            elif order["action"] == "connected":
+                self._finish_join(name)
+                return
+            else:
+                self._leave_join(name)
+                if order["action"] == "failed":
+                    self._raise_failure(name, order)
+                if order["action"] == "left":
+                    return
+
+    def _raise_failure(self, name: str, order: dict[str, Any]) -> None:
+        """The gateway keeps the failure as an error of its own class; asking for the part raises it."""
+        self._client.part(self._pair, name, order["epoch"], "trainer", self._rank, time.monotonic() + 5.0)
+        raise UpdateError(f"instance {name} did not connect: {order['reason']}")
+
+    def _join(self, name: str, epoch: int) -> None:
+        if name in self._members:
+            self._members.pop(name).close()
+        layout = self._layout
+        if layout is None:
+            raise PairStateError(f"trainer rank {self._rank}: join before connect")
+        try:
+            deadline = time.monotonic() + self._waits.gateway
+            part = self._client.part(self._pair, name, epoch, "trainer", self._rank, deadline)
+            self._digests.prepare(part, layout)
+        except WeightcastError as error:
+            self._tell(name, epoch, error)
+            return
+        where, waits = (self._client, self._pair, epoch, part, layout), self._waits
+        self._joining[name] = Joining(
+            waits.join,
+            lambda joining: join(*where, self._backend, self._address, joining, self._share),
+            lambda error: self._tell(name, epoch, error),
+        )
+        if self._given_up:
+            self._leave_join(name)
+
+    def _finish_join(self, name: str) -> None:
+        joining = self._joining.pop(name, None)
+        if joining is not None:
+            with suppress(WeightcastError):  # it was told when it was raised
+                self._members[name] = joining.result()
+
+    def _leave_join(self, name: str) -> None:
+        """Waits no longer for who does not join: the gateway has given them up."""
+        joining = self._joining.pop(name, None)
+        if joining is not None:
+            joining.abandon()
+
+    def _follow_update(
+        self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
+    ) -> None:
+        joined = False
+        while True:
+            order = take()
+            if order["action"] == "join":
+                self._join(name, order["epoch"])
+                joined = True
+            elif order["action"] == "connected":
+                self._finish_join(name)
+            elif order["action"] == "prepare" and order["version"] == version:
+                self._report_first_pass(name, order["epoch"], version)
+            elif order["action"] == "run" and order["version"] == version:
+                self._run(name, order, reports, since=time.monotonic() if joined else 0.0)
+            elif order["action"] in ("register", "failed", "end", "left"):
+                self._leave_join(name)
+                if order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
+                    return
+
+    def _labels(self, version: int) -> dict[str, object]:
+        return {"pair": self._pair, "version": version}
+
+    def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
+        """Tells the gateway what the weights are, before anything of them is sent."""
+        member, layout = self._members.get(name), self._layout
+        try:
+            if member is None or layout is None:
+                raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
+            if member.part.verify is not Verify.OFF:
+                report = self._digests.first(member.part, layout, version, self._labels(version)).report
+                self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report, first=True)
+        except Exception as error:
+            self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
+
+    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport], since: float) -> None:
+        """Sends this rank's part, digests once more and reports that; a failure is told to the gateway, which ends the
+        update. `since` is as in `SharedDigests.second`.
+        """
+        member, layout = self._members.get(name), self._layout
+        epoch, version = order["epoch"], order["version"]
+        run: Run | None = None
+        try:
+            if member is None or layout is None:
+                raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
+            executor = member.executor_for(order["layers"], layout)
+            labels = self._labels(version)
+            if executor is not None and member.group is not None:
+                run = self._running[name] = Run(epoch, member.group)
+                if self._given_up:
+                    run.call_off()
+                reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
+                # What is over cannot be called off: the update may end before this rank hears that it has reported.
+                del self._running[name]
+            digests = self._digests.second(member.part, layout, version, labels, since=since).result()
+            if executor is not None:
+                seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
+                reports[name] = replace(reports[name], digest_seconds=seconds)
+            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
+        except Exception as error:
+            if run is None or not run.called_off:
+                self._tell(name, epoch, error)
+            if not isinstance(error, WeightcastError):
+                raise
+        finally:
+            self._running.pop(name, None)
+
+    def _call_off(self, order: dict[str, Any]) -> None:
+        """Ends a run that the gateway has given up: from a host that is cut off nothing comes, not even an error."""
+        run = self._running.get(order["instance"])
+        if run is not None and (order["epoch"] != run.epoch or order["action"] in ("end", "failed", "left")):
+            where = {"pair": self._pair, "instance": order["instance"], "rank": self._rank}
+            log.warning("the run is called off: %s", order["reason"], extra=where)
+            run.call_off()
+
+    def _tell(self, name: str, epoch: int, error: BaseException) -> None:
+        where = {"pair": self._pair, "instance": name, "rank": self._rank}
+        log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
+        if self._client.lost:
+            return
+        # A failure that arrives in an epoch that is over concerns nobody any more; what ends without a gateway is told
+        # by whoever waits for its orders.
+        with suppress(PairStateError, TransferError):
+            self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
+
+
+def _outcome(name: str, record: dict[str, Any]) -> str:
+    state = "not updated" if not record["committed"] else "not resumed"
+    return f"{name} is {'fenced' if record['fenced'] else state}: {record['reason']}"

@@ -1,0 +1,1 @@
+"""Tools that need no gateway: bundles of layouts, published models, the simulator, charts."""

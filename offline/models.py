@@ -1,0 +1,271 @@
+"""Layouts of published models for given parallel sizes, without a model: for simulations and benchmarks.
+
+A trainer is `pp8xep32` (pipeline stages x expert-parallel ranks; dense weights of a stage are on all its ranks) or
+`fsdp64` (every tensor cut along its first dimension), and `xdp2` after it for copies of all that. Instances are
+`8x16`: eight of 16 expert-parallel ranks, with redundant slots and a random placement. Shapes are those of the models'
+configurations on Hugging Face.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.layout.dtypes import dtype_code
+from weightcast.transfer.layout.tables import NO_SLOT, RegionTable, TensorTable
+
+__all__ = ["DENSE_CUTS", "MODELS", "ModelShape", "Tensor", "instance_tables", "read_instances", "trainer_tables"]
+
+DENSE_CUTS = ("replicated", "tensor", "sharded")
+"""How an instance's ranks hold dense weights: all of them (data-parallel attention); as tensor parallelism cuts them;
+or each an even share, as no engine does, which is the least that a model can occupy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A mixture-of-experts transformer. `dense_layers` come before `moe_layers`; `q_rank` 0 means grouped-query
+    attention, else multi-head latent attention with `kv_rank`."""
+
+    hidden: int
+    vocabulary: int
+    dense_layers: int
+    moe_layers: int
+    experts: int
+    expert_hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    shared_experts: int = 0
+    dense_hidden: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    rope_size: int = 0
+
+    @property
+    def layers(self) -> int:
+        return self.dense_layers + self.moe_layers
+
+
+MODELS = {
+    "qwen3-30b-a3b": ModelShape(2048, 151936, 0, 48, 128, 768, 32, 4, 128),
+    "qwen3-235b-a22b": ModelShape(4096, 151936, 0, 94, 128, 1536, 64, 4, 128),
+    "deepseek-v3": ModelShape(7168, 129280, 3, 58, 256, 2048, 128, 128, 128, 1, 18432, 1536, 512, 64),
+    "kimi-k2": ModelShape(7168, 163840, 1, 60, 384, 2048, 64, 64, 128, 1, 18432, 1536, 512, 64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A logical tensor: along `cut` tensor parallelism cuts it into at most `parts`; -1 if it does not."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int = -1
+    parts: int = 1 << 30
+
+
+def _attention(model: ModelShape) -> Iterator[Tensor]:
+    hidden, heads, size = model.hidden, model.heads, model.head_size
+    if model.q_rank:
+        yield Tensor("q_a_proj", (model.q_rank, hidden))
+        yield Tensor("q_a_layernorm", (model.q_rank,))
+        yield Tensor("q_b_proj", (heads * (size + model.rope_size), model.q_rank), 0)
+        yield Tensor("kv_a_proj_with_mqa", (model.kv_rank + model.rope_size, hidden))
+        yield Tensor("kv_a_layernorm", (model.kv_rank,))
+        yield Tensor("kv_b_proj", (heads * size * 2, model.kv_rank), 0)
+    else:
+        yield Tensor("q_proj", (heads * size, hidden), 0)
+        for name in ("k_proj", "v_proj"):
+            yield Tensor(name, (model.kv_heads * size, hidden), 0, model.kv_heads)
+        for name in ("q_norm", "k_norm"):
+            yield Tensor(name, (size,))
+    yield Tensor("o_proj", (hidden, heads * size), 1)
+
+
+def _mlp(hidden: int, inner: int) -> Iterator[Tensor]:
+    yield Tensor("gate_proj", (inner, hidden), 0)
+    yield Tensor("up_proj", (inner, hidden), 0)
+    yield Tensor("down_proj", (hidden, inner), 1)
+
+
+def dense_tensors(model: ModelShape, layers: range) -> Iterator[Tensor]:
+    """All but the routed experts of some layers; the first has the embedding, the last the head."""
+    if layers.start == 0:
+        yield Tensor("model.embed_tokens.weight", (model.vocabulary, model.hidden), 0)
+    for layer in layers:
+        at = f"model.layers.{layer}"
+        inner = [(f"{at}.self_attn", tensor) for tensor in _attention(model)]
+        if layer < model.dense_layers:
+            inner += [(f"{at}.mlp", tensor) for tensor in _mlp(model.hidden, model.dense_hidden)]
+        else:
+            inner.append((f"{at}.mlp", Tensor("gate", (model.experts, model.hidden))))
+            if model.shared_experts:
+                shared = _mlp(model.hidden, model.expert_hidden * model.shared_experts)
+                inner += [(f"{at}.mlp.shared_experts", tensor) for tensor in shared]
+        inner += [(at, Tensor(name, (model.hidden,))) for name in ("input_layernorm", "post_attention_layernorm")]
+        for prefix, tensor in inner:
+            yield Tensor(f"{prefix}.{tensor.name}.weight", tensor.shape, tensor.cut, tensor.parts)
+    if layers.stop == model.layers:
+        yield Tensor("model.norm.weight", (model.hidden,))
+        yield Tensor("lm_head.weight", (model.vocabulary, model.hidden), 0)
+
+
+def expert_tensors(model: ModelShape, layer: int, expert: int) -> Iterator[Tensor]:
+    for tensor in _mlp(model.hidden, model.expert_hidden):
+        yield Tensor(f"model.layers.{layer}.mlp.experts.{expert}.{tensor.name}.weight", tensor.shape)
+
+
+def _moe_layers(model: ModelShape, layers: range) -> range:
+    return range(max(layers.start, model.dense_layers), layers.stop)
+
+
+class _Rows:
+    """Regions of a rank, collected."""
+
+    def __init__(self, dtype: str) -> None:
+        self._matrix, self._vector = dtype_code(dtype), dtype_code("bfloat16")
+        self._index: dict[str, int] = {}
+        self._shapes: list[tuple[int, ...]] = []
+        self._rows: list[tuple[int, int, int, int, int]] = []
+
+    def add(self, tensor: Tensor, slot: int = NO_SLOT, part: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """`part` is which of how many even pieces along a dimension: (piece, pieces, dimension); 0 pieces for all."""
+        row = self._index.setdefault(tensor.name, len(self._index))
+        if row == len(self._shapes):
+            self._shapes.append(tensor.shape)
+        piece, pieces, dim = part
+        length = tensor.shape[dim]
+        step = -(-length // pieces) if pieces else length
+        begin, end = min(piece * step, length), min((piece + 1) * step, length)
+        if end > begin:
+            self._rows.append((row, dim, begin, end - begin, slot))
+
+    def table(self) -> RegionTable:
+        ndim = np.array([len(shape) for shape in self._shapes], dtype=np.int64)
+        shape = np.array([(*shape, 1)[:2] for shape in self._shapes], dtype=np.int64).reshape(-1, 2)
+        dtype = np.where(ndim > 1, self._matrix, self._vector).astype(np.int64)
+        tensors = TensorTable(tuple(self._index), shape, ndim, dtype)
+        row, dim, begin, count, slot = np.array(self._rows, dtype=np.int64).reshape(-1, 5).T
+        offset, size = np.zeros((row.shape[0], 2), dtype=np.int64), np.take(shape, row, axis=0)
+        place = np.arange(row.shape[0])
+        offset[place, dim], size[place, dim] = begin, count
+        return RegionTable(tensors, row, offset, size, slot)
+
+
+def trainer_tables(model: ModelShape, parallel: str, dtype: str = "bfloat16") -> list[RegionTable]:
+    """Tables of `pp8xep32`, `fsdp64` or one of them with `xdp2` after it. Raises LayoutError where that does not fit
+    the model."""
+    fully = re.fullmatch(r"fsdp([1-9]\d{0,5})(?:xdp([1-9]\d{0,3}))?", parallel)
+    if fully:
+        return _fully_sharded(model, int(fully[1]), dtype) * int(fully[2] or 1)
+    found = re.fullmatch(r"pp([1-9]\d{0,3})xep([1-9]\d{0,3})(?:xdp([1-9]\d{0,3}))?", parallel)
+    if not found:
+        raise LayoutError(f"trainer {parallel!r} is not of the form pp8xep32 or fsdp64, with xdp2 after it for copies")
+    stages, ranks, copies = int(found[1]), int(found[2]), int(found[3] or 1)
+    if stages > model.layers or model.experts % ranks:
+        raise LayoutError(
+            f"trainer {parallel!r}: {model.layers} layers make at most as many stages, and {model.experts} experts "
+            f"must divide evenly among {ranks} ranks"
+        )
+    cuts = [model.layers * stage // stages for stage in range(stages + 1)]
+    tables: list[RegionTable] = []
+    for begin, end in itertools.pairwise(cuts):
+        stage = [_stage_rank(model, range(begin, end), rank, ranks, dtype) for rank in range(ranks)]
+        tables += stage * copies
+    return tables
+
+
+def _stage_rank(model: ModelShape, layers: range, rank: int, ranks: int, dtype: str) -> RegionTable:
+    rows = _Rows(dtype)
+    for tensor in dense_tensors(model, layers):
+        rows.add(tensor)
+    own = model.experts // ranks
+    for layer in _moe_layers(model, layers):
+        for expert in range(rank * own, (rank + 1) * own):
+            for tensor in expert_tensors(model, layer, expert):
+                rows.add(tensor)
+    return rows.table()
+
+
+def _fully_sharded(model: ModelShape, world: int, dtype: str) -> list[RegionTable]:
+    tensors = list(dense_tensors(model, range(model.layers)))
+    for layer in _moe_layers(model, range(model.layers)):
+        for expert in range(model.experts):
+            tensors += expert_tensors(model, layer, expert)
+    made = []
+    for rank in range(world):
+        rows = _Rows(dtype)
+        for tensor in tensors:
+            rows.add(tensor, part=(rank, world, 0))
+        made.append(rows.table())
+    return made
+
+
+def read_instances(text: str) -> tuple[int, int]:
+    """`8x16` -> 8 instances of 16 ranks. Raises LayoutError."""
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if not found:
+        raise LayoutError(f"instances {text!r} are not of the form 8x16: how many, and how many ranks each has")
+    return int(found[1]), int(found[2])
+
+
+def random_placement(model: ModelShape, redundant: int, seed: int) -> IntArray:
+    """(MoE layers, slots): the logical expert of each slot. Each expert has one slot and random ones have more; where
+    they lie is random, so that some rank has an expert twice."""
+    rng = np.random.default_rng(seed)
+    every = np.arange(model.experts)
+    return np.stack(
+        [
+            rng.permutation(np.concatenate([every, rng.integers(0, model.experts, redundant)]))
+            for _ in range(model.moe_layers)
+        ]
+    )
+
+
+def instance_tables(
+    model: ModelShape,
+    world: int,
+    placement: IntArray,
+    dense: str = "replicated",
+    dtype: str = "bfloat16",
+    dense_ranks: int | None = None,
+) -> list[RegionTable]:
+    """Tables of one instance: `placement` (MoE layers, slots) dealt out to `world` expert-parallel ranks, dense weights
+    as one of DENSE_CUTS over groups of `dense_ranks` (all of them without it). Vectors and norms stay bfloat16 whatever
+    the `dtype` is. Raises LayoutError."""
+    if placement.shape[1] % world:
+        raise LayoutError(f"{placement.shape[1]} slots a layer do not divide evenly among {world} ranks of an instance")
+    if dense not in DENSE_CUTS:
+        raise LayoutError(f"dense weights {dense!r} are none of {', '.join(DENSE_CUTS)}")
+    tensors = list(dense_tensors(model, range(model.layers)))
+    slots = placement.reshape(placement.shape[0], world, -1)
+    group = dense_ranks or world
+    return [
+        _instance_rank(model, tensors, slots[:, rank], (rank % group, group), dense, dtype) for rank in range(world)
+    ]
+
+
+def _instance_rank(
+    model: ModelShape, tensors: Sequence[Tensor], slots: IntArray, place: tuple[int, int], dense: str, dtype: str
+) -> RegionTable:
+    rank, group = place
+    rows = _Rows(dtype)
+    for tensor in tensors:
+        if dense == "sharded":
+            rows.add(tensor, part=(rank, group, 0))
+        elif dense == "tensor" and tensor.cut >= 0:
+            pieces = min(group, tensor.parts)
+            rows.add(tensor, part=(rank * pieces // group, pieces, tensor.cut))
+        else:
+            rows.add(tensor)
+    for layer, experts in enumerate(slots.tolist()):
+        for slot, expert in enumerate(experts):
+            for tensor in expert_tensors(model, layer + model.dense_layers, expert):
+                rows.add(tensor, slot)
+    return rows.table()

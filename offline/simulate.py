@@ -1,0 +1,196 @@
+"""Predicts how long a plan takes on a topology, says what it waits for, and how long any plan would take at least.
+
+The cost model is that of `topology`. It knows bytes and links, no software: it says what the machine allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.boxes.algebra import decompose, intersect
+from weightcast.transfer.boxes.arrays import FloatArray, IntArray
+from weightcast.transfer.boxes.columns import lex_sort, ranges, volumes
+from weightcast.transfer.layout.dtypes import ITEMSIZE
+from weightcast.transfer.layout.joined import JoinedPair, Ranks, join_pair
+from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, TransferPlan
+from weightcast.transfer.plan.stages import hops
+from weightcast.transfer.planner.holders import find_sources
+from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, Topology, link_bytes, link_seconds
+from weightcast.transfer.planner.waterfill import Pools, level
+
+__all__ = ["Bound", "Simulation", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A time below which no plan can be, and what for."""
+
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Ranks are numbered over the pair, the trainer's first.
+
+    `labels` name them; `nbytes` and `seconds` (5, ranks) are per link, `rank_seconds` (ranks,) is each rank's busiest
+    link with the latency of its hops; `total` is that of the slowest rank `bottleneck`, waiting for `link`. `hops` is
+    the longest chain. `bounds` come largest first.
+    """
+
+    labels: tuple[str, ...]
+    first: IntArray
+    nbytes: FloatArray
+    seconds: FloatArray
+    rank_seconds: FloatArray
+    hops: int
+    bounds: tuple[Bound, ...]
+
+    @property
+    def total(self) -> float:
+        return float(self.rank_seconds.max(initial=0.0))
+
+    @property
+    def bottleneck(self) -> int:
+        return int(self.rank_seconds.argmax())
+
+    @property
+    def link(self) -> str:
+        return LINK_NAMES[int(self.seconds[:, self.bottleneck].argmax())]
+
+    @property
+    def ratio(self) -> float:
+        """Our time by the lower bound."""
+        return self.total / self.bounds[0].seconds if self.bounds[0].seconds else 1.0
+
+
+def simulate(
+    plan: TransferPlan,
+    trainer: Ranks,
+    instances: Mapping[str, Ranks],
+    hosts: Hosts,
+    topology: Topology,
+) -> Simulation:
+    """Plays a plan for these tables on a topology."""
+    o = plan.operations
+    nbytes = volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]]
+    source, target = hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank)
+    loads = link_bytes(hosts, source, target, nbytes)
+    seconds = link_seconds(topology, hosts, loads)
+    rank_hops = _rank_hops(plan, hosts, target)
+    labels = [f"trainer {rank}" for rank in range(plan.trainer_world)]
+    for name, world in zip(plan.instances, plan.instance_world, strict=True):
+        labels += [f"{name} {rank}" for rank in range(world)]
+    return Simulation(
+        labels=tuple(labels),
+        first=hosts.first,
+        nbytes=loads,
+        seconds=seconds,
+        rank_seconds=seconds.max(axis=0) + rank_hops * topology.latency_us * 1e-6,
+        hops=int(rank_hops.max(initial=0)),
+        bounds=tuple(sorted(_bounds(plan, join_pair(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
+    )
+
+
+def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
+    """(ranks,) how many hops away from the trainer the last box of a rank is; 1 for trainer ranks that send."""
+    o, depth = plan.operations, hops(plan)
+    most = np.zeros(len(hosts), dtype=np.int64)
+    np.maximum.at(most, target, depth)
+    most[o.src_rank[o.kind == Kind.SEND]] = 1
+    return most
+
+
+def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topology) -> list[Bound]:
+    """What any plan needs whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
+
+    Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
+    """
+    o = plan.operations
+    moved = o.take(np.flatnonzero(o.kind != Kind.COPY))
+    target = hosts.number(moved.instance, moved.dst_rank)
+    code = plan.instance_dtype[moved.instance, moved.tensor]
+    need = np.bincount(target, weights=volumes(moved.size) * ITEMSIZE[code], minlength=len(hosts))
+    per_byte = 8e-9 / topology.nic_gbps
+    _, host = np.unique(hosts.host, return_inverse=True)
+    ranks = np.bincount(host)
+    wide = ranks[host] > 1
+    entry = np.where(wide, topology.nic_gbps + topology.nvlink_gbps, topology.nic_gbps)
+    bounds = [Bound(float((need * 8e-9 / entry).max(initial=0.0)), "what one rank needs, over all its links")]
+    copied = np.bincount(
+        hosts.number(o.instance, o.dst_rank)[o.kind == Kind.COPY],
+        weights=(volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]])[o.kind == Kind.COPY],
+        minlength=len(hosts),
+    )
+    memory = (need + 2 * copied).max(initial=0.0) * 8e-9 / topology.memory_gbps
+    bounds.append(Bound(float(memory), "what one rank writes to its memory"))
+    # Distinct bytes that a host needs, by dtype, less those that a trainer rank on it holds.
+    tensors = len(plan.tensors)
+    dtypes = int(code.max(initial=0)) + 1
+    boxes = decompose((host[target] * dtypes + code) * tensors + moved.tensor, moved.offset, moved.size)
+    cell_host = boxes.key // (dtypes * tensors)
+    cell_bytes = (volumes(boxes.size) * ITEMSIZE[boxes.key // tensors % dtypes]).astype(np.float64)
+    into = np.bincount(cell_host, weights=cell_bytes, minlength=ranks.shape[0])
+    side = pair.trainer
+    home = host[hosts.number(TRAINER, side.rank)]
+    shared = np.isin(home, np.unique(cell_host))
+    if shared.any():
+        held = decompose(home[shared] * tensors + side.tensor[shared], side.offset[shared], side.size[shared])
+        cell, _, _, size = intersect(
+            (cell_host * tensors + boxes.key % tensors, boxes.offset, boxes.size), (held.key, held.offset, held.size)
+        )
+        into -= np.bincount(
+            cell_host[cell], weights=volumes(size) * ITEMSIZE[boxes.key // tensors % dtypes][cell],
+            minlength=ranks.shape[0],
+        )  # fmt: skip
+    receivers = np.zeros(ranks.shape[0], dtype=np.int64)
+    inference = np.arange(len(hosts)) >= plan.trainer_world
+    receivers += np.bincount(host[inference], minlength=ranks.shape[0])
+    nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
+    bounds.append(Bound(float((into / nics).max(initial=0.0)) * per_byte, "what one host needs once, over its NICs"))
+    once = _once(moved, code, pair, hosts, topology) * per_byte
+    bounds.append(Bound(once, "one copy of all, over the NICs of the trainer's hosts"))
+    return bounds
+
+
+def _once(moved: Operations, code: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology) -> float:
+    """The least that the busiest NIC sends if all that is needed away from the trainer's hosts leaves them once.
+
+    A box leaves by a NIC of a host on which a trainer rank holds it: by that rank's, or by one of an instance's rank
+    there, which may have got it over NVLink.
+    """
+    tensors = len(pair.tensors)
+    side = pair.trainer
+    homes = np.unique(hosts.host[: side.world])
+    away = np.flatnonzero(~np.isin(hosts.host[hosts.number(moved.instance, moved.dst_rank)], homes))
+    once = decompose(
+        code[away] * tensors + moved.tensor[away], np.take(moved.offset, away, axis=0),
+        np.take(moved.size, away, axis=0),
+    )  # fmt: skip
+    sources = find_sources(side, str)
+    cells = sources.cells
+    cell, box, _, size = intersect((cells.key, cells.offset, cells.size), (once.key % tensors, once.offset, once.size))
+    weight = volumes(size) * ITEMSIZE[once.key // tensors][box]
+    total = np.bincount(sources.pool[cell], weights=weight, minlength=len(sources.pools)).astype(np.float64)
+    _, busiest = level(_exits(sources.pools, side.world, hosts, topology), total, len(hosts))
+    return float(busiest)
+
+
+def _exits(pools: Pools, world: int, hosts: Hosts, topology: Topology) -> Pools:
+    """The NICs by which what a pool of trainer ranks holds can leave their hosts: numbers of ranks, or of hosts where
+    ranks share one."""
+    _, host = np.unique(hosts.host, return_inverse=True)
+    pool = np.repeat(np.arange(len(pools), dtype=np.int64), np.diff(pools.start))
+    homes = np.unique(np.stack([pool, host[pools.rank]]), axis=1)
+    if topology.nic_per_host:
+        pool, member = homes
+    else:
+        guests = world + np.argsort(host[world:], kind="stable")
+        begin, end = (np.searchsorted(host[guests], homes[1], side=which) for which in ("left", "right"))
+        pool = np.concatenate([pool, np.repeat(homes[0], end - begin)])
+        member = np.concatenate([pools.rank, guests[ranges(begin, end - begin)]])
+    order, _ = lex_sort([pool, member])
+    return Pools(np.searchsorted(pool[order], np.arange(len(pools) + 1)), member[order])

@@ -1,0 +1,265 @@
+"""A pair on a real Ray cluster, from a file: up, update, a gateway that dies, down. And what is wrong with files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
+from gateway_support import running_gateway
+
+from weightcast.cluster.die_with_parent import tethered
+from weightcast.cluster.processes import running, start_process
+from weightcast.cluster.spec import read_spec
+from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.ranks.host import name_of_node
+from weightcast.transfer.errors import AuthorizationError, InputError, TransferError
+
+ray = pytest.importorskip("ray", reason="Ray is not installed")
+
+COMMAND = ("command =", "health =", "log =")
+"""What the file says of an engine that `up` is to start."""
+
+SPEC = """
+pair = "main"
+
+[ray]
+address = "{address}"
+
+[gateway]
+state = "{folder}/gateway.db"
+
+[trainer]
+ranks = 2
+entry = "cluster_parts:make_source"
+strategy = "STRICT_SPREAD"
+
+[[instance]]
+name = "rollout-0"
+kind = "worker"
+world_size = 1
+command = ["{{python}}", "{parts}", "{{gateway}}", "main", "rollout-0", "0", "1", "{folder}"]
+health = ""
+log = "{folder}/engine.log"
+
+[settings]
+heartbeat = 1
+silence = 20
+
+[topology]
+nic_gbps = 100
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of two nodes on this machine."""
+    with ray_cluster({}) as made:
+        made.add_node(num_cpus=2, resources={"other": 2})
+        yield made.address
+
+
+@pytest.mark.slow
+def test_up_update_and_down(cluster: str, tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(SPEC.format(address=cluster, folder=tmp_path, parts=PARTS))
+    bystander = ray.remote(Bystander).options(name="bystander", namespace="weightcast", num_cpus=0).remote()
+    assert json.loads(weightcast("up", str(file), "--json"))["gateway"] == "ray://weightcast"
+    assert actors() == {"weightcast", "main/rollout-0", "main/trainer/0", "main/trainer/1", "bystander"}
+    assert groups() == {"main/trainer"}
+    assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+    assert seen(tmp_path, 1) == "right"
+    token = (tmp_path / "rollout-0.token").read_text()
+    with GatewayClient("ray://weightcast", token) as engine, pytest.raises(AuthorizationError, match="scope worker"):
+        engine.delete_pair("main")
+
+    (tmp_path / "gateway.db.port").unlink()  # it comes again at another address, as on another node
+    ray.kill(ray.get_actor("weightcast", namespace="weightcast"), no_restart=False)
+    found = json.loads(weightcast("status", "--gateway", "ray://weightcast", "--json"))["pairs"][0]
+    assert found["instances"]["rollout-0"]["version"] == 1
+    refused = weightcast("update", "main", "--version", "1", "--ray", cluster, status=4)
+    assert "version 1" in refused
+    assert "rollout-0: version 2, " in weightcast("update", "main", "--version", "2", "--ray", cluster)
+    assert seen(tmp_path, 2) == "right"
+
+    ray.kill(ray.get_actor("main/trainer/1", namespace="weightcast"), no_restart=False)
+    assert "rollout-0: version 3, " in weightcast("update", "main", "--version", "3", "--ray", cluster)
+    assert seen(tmp_path, 3) == "right"
+
+    ray.kill(ray.get_actor("main/rollout-0", namespace="weightcast"), no_restart=False)
+    assert seen(tmp_path, updated_at_last(4)) == "right"
+
+    weightcast("down", str(file))
+    assert actors() == {"bystander"}
+    assert groups() == set()
+    ray.kill(bystander)
+
+
+def groups() -> set[str]:
+    """The placement groups that are there."""
+    return {one["name"] for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"}
+
+
+class Bystander:
+    """Somebody else's actor."""
+
+
+@pytest.mark.slow
+def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with running_gateway() as (url, token):
+        monkeypatch.setenv("WEIGHTCAST_TOKEN", token)
+        text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+        text = text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"')
+        file = tmp_path / "cluster.toml"
+        file.write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith(COMMAND)))
+        outside = [sys.executable, str(PARTS), url, "main", "rollout-0", "0", "1", str(tmp_path)]
+        with running(outside, tmp_path / "engine.log", {}) as engine:
+            weightcast("up", str(file))
+            assert actors() == {"main/trainer/0", "main/trainer/1"}
+            assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+            assert seen(tmp_path, 1) == "right"
+            weightcast("down", str(file))
+            assert actors() == set()
+            assert engine.poll() is None
+        assert weightcast("status", "--gateway", url) == "no pairs\n"
+
+
+@pytest.mark.slow
+def test_what_up_cannot_finish_is_taken_back(cluster: str, tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    broken = SPEC.replace("make_source", "no_such_function")
+    file.write_text(broken.format(address=cluster, folder=tmp_path, parts=PARTS))
+    said = weightcast("up", str(file), "--deadline", "60", status=2)
+    assert "'cluster_parts:no_such_function' cannot be imported as module:function" in said
+    assert actors() == set()
+    assert groups() == set()
+    wide = SPEC.replace("ranks = 2", "ranks = 3")
+    file.write_text(wide.format(address=cluster, folder=tmp_path, parts=PARTS))
+    assert "no room for 3 trainer ranks" in weightcast("up", str(file), "--deadline", "10", status=4)
+    assert (actors(), groups()) == (set(), set())
+    dead = SPEC.replace('"{parts}"', '"-c", "import sys; sys.exit(7)"').replace('health = ""', 'health = "/health"')
+    file.write_text(dead.format(address=cluster, folder=tmp_path))
+    assert "the process ended with 7" in weightcast("up", str(file), "--deadline", "60", status=4)
+    assert actors() == set()
+
+
+@pytest.mark.slow
+def test_the_gateways_actor_is_asked_like_any_gateway(cluster: str, tmp_path: Path):
+    from weightcast.gateway.ray_address import gateway_url
+    from weightcast.gateway.server.ray_actor import start_gateway, stop_gateway
+
+    kept = start_gateway("asked", tokens={"operator": TOKEN})
+    with GatewayClient("ray://asked", TOKEN) as by_name, GatewayClient(gateway_url("asked"), TOKEN) as by_address:
+        by_name.create_pair("main", 1, {"a": {"kind": "worker", "world_size": 1}})
+        assert by_name.status() == by_address.status() != []
+        with pytest.raises(InputError, match="there is no pair 'other'"):
+            by_name.pair_status("other")
+    with GatewayClient("ray://asked", "another-token-that-is-wrong") as stranger, pytest.raises(AuthorizationError):
+        stranger.status()
+    assert kept is not None
+    assert stop_gateway("asked")
+    assert not stop_gateway("asked")
+    with GatewayClient("ray://asked", TOKEN) as nobody, pytest.raises(TransferError, match="no Ray actor 'asked'"):
+        nobody.status()
+
+
+def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
+    """As Ray does it, when a worker that loses its node kills its children."""
+    said = tmp_path / "said"
+    stubborn = (
+        "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True)"
+    )
+    tether = start_process(tethered([sys.executable, "-c", f"{stubborn}; time.sleep(60)"]), said, {})
+    while not said.read_text():
+        time.sleep(0.05)
+    tether.kill()
+    tether.wait()
+    before = time.monotonic()
+    while Path(f"/proc/{int(said.read_text())}").exists():
+        assert time.monotonic() - before < 15.0, "it lives on"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('pair = "main"', ""), "'pair' is missing"),
+        (("ranks = 2", 'ranks = "2"'), "[trainer]: ranks is '2', expected a whole number"),
+        (("ranks = 2", "ranks = 0"), "ranks and world_size must be 1 or more"),
+        (("world_size = 1", "world_size = true"), "[[instance]]: world_size is True, expected a whole number"),
+        (("entry =", "enter ="), "[trainer]: enter are not known; known are ranks, entry, checkpoint, backend"),
+        (('entry = "cluster_parts:make_source"', ""), "[trainer] wants an entry or a checkpoint, one of them"),
+        (('kind = "worker"', 'url = "http://a:1"'), "instance 'rollout-0' wants a command or a url, one of them"),
+        (("silence = 20", "silence = -1"), "setting silence is -1"),
+        (("[settings]", "[setting]"), "the file: setting are not known"),
+        (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit 'some', expected a name, and 'each' or 'all'"),
+        (("nic_gbps = 100", ""), "topology: 'nic_gbps' is missing"),
+        (("nic_gbps = 100", "nic_gbps = 0"), "topology: nic_gbps is 0, expected a number from 1e-06 to 1e+09"),
+        (("[topology]", "[[topology]]"), "[topology] is no table"),
+        (("[[instance]]", "[instance]"), "'instance' is no list of tables"),
+        (("ranks = 2", "ranks = "), "Invalid value"),
+        (("STRICT_SPREAD", "spread"), "[trainer] strategy is 'spread', expected one of PACK, SPREAD, STRICT_PACK"),
+        (
+            ("world_size = 1", "world_size = 1\ncount = 2"),
+            "count is 2, expected 0 or more, without a url, and",
+        ),
+        (
+            ("world_size = 1", "world_size = 1\ncount = 0"),
+            "count is 0, expected 0 or more, without a url, and",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str):
+    file = tmp_path / "cluster.toml"
+    file.write_text(SPEC.format(address="auto", folder=tmp_path, parts=PARTS))
+    assert (read_spec(file).pair, read_spec(file).topology) == ("main", {"nic_gbps": 100})
+    file.write_text(file.read_text().replace(*change))
+    with pytest.raises(InputError) as caught:
+        read_spec(file)
+    assert str(caught.value).startswith(f"{file}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_count_stands_for_so_many_instances(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    text = SPEC.format(address="auto", folder=tmp_path, parts=PARTS).replace("engine.log", "{instance}.log")
+    file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 2"))
+    found = [(one.name, one.log_file) for one in read_spec(file).instances]
+    assert found == [(f"rollout-0-{i}", f"{tmp_path}/rollout-0-{i}.log") for i in range(2)]
+    file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 0"))
+    with pytest.raises(InputError, match="there are no instances"):
+        read_spec(file)
+
+
+def test_nodes_of_one_name_are_told_apart():
+    def node(number: str, name: str, alive: bool = True) -> dict[str, object]:
+        return {"NodeID": number, "NodeManagerHostname": name, "Alive": alive}
+
+    nodes = [node("1", "a"), node("2", "b"), node("3", "b"), node("4", "a", alive=False)]
+    assert [name_of_node(number, nodes) for number in "123"] == ["a", "b/2", "b/3"]
+
+
+def test_a_file_that_is_not_there(tmp_path: Path):
+    with pytest.raises(InputError, match="No such file"):
+        read_spec(tmp_path / "none.toml")
+
+
+def test_what_a_file_says_of_values_is_in_the_engine_s_record(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        'pair = "main"\n[trainer]\nranks = 1\nentry = "a:b"\n'
+        '[[instance]]\nname = "e"\nworld_size = 1\nkind = "worker"\nallow_non_finite = ["*.mask"]\n'
+        '[[instance]]\nname = "f"\nworld_size = 1\nkind = "worker"\nnon_finite = "report"\n'
+    )
+    plain = {"kind": "worker", "world_size": 1}
+    assert [one.record("") for one in read_spec(file).instances] == [
+        {**plain, "allow_non_finite": ["*.mask"]},
+        {**plain, "non_finite": "report"},
+    ]

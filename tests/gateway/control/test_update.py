@@ -1,0 +1,471 @@
+"""Updates that go through their steps more than once, instances that commit together, and instances that come and go.
+
+A fake engine is right here, because the order of its calls is the subject; real engines are in the other tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engine_support import STEPS, A, B, Engine, connected
+
+from weightcast.gateway.control.instance_state import Phase
+from weightcast.gateway.control.store import SavedInstance
+from weightcast.gateway.records import CommitPolicy, EngineSpec, NonFinite
+from weightcast.transfer.errors import (
+    ControlError,
+    DeadlineError,
+    EngineError,
+    InputError,
+    TransferError,
+    VersionError,
+    WeightcastError,
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """The failures that are played are asserted, not read."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+# ---- a placement changes under the transfer
+
+
+def test_layers_that_move_under_the_transfer_are_sent_again_within_the_update() -> None:
+    async def run() -> None:
+        play = await connected()
+        play.engine.moves = 1
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.fenced, record.reason) == (True, False, "")
+        assert (record.attempts, record.resends) == (2, 1)
+        assert play.engine.layers == [None, (1,)], "all, then the layer that moved"
+        again = ["pause", "begin", "transfer", "end", "disconnect", "connect"]
+        assert play.engine.calls == [*again, *STEPS]
+        assert play.state() == (Phase.CONNECTED, 2, False)
+        play.engine.layers.clear()
+        assert (await play.update(3)).committed
+        assert play.engine.layers == [None], "the next update sends all, over the same communicator"
+        assert play.engine.calls == STEPS
+
+    asyncio.run(run())
+
+
+def test_layers_that_never_rest_fence_after_three_more_transfers() -> None:
+    async def run() -> None:
+        play = await connected(A, B)
+        play.engine.moves = 99
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.fenced, record.attempts, record.resends) == (False, True, 4, 3)
+        # 99, 98, 97 and 96 are the layers that this engine names.
+        assert play.engine.layers == [None, (99,), (98, 99), (97, 98, 99)]
+        assert record.reason == (
+            f"instance {A}: rank 0: the expert placement of layers 96 changed during the transfer, "
+            "and went on changing while they were sent 3 times more; let the engine rest and update it in full"
+        )
+        assert {"publish", "resume"}.isdisjoint(play.engine.calls)
+        assert play.state() == (Phase.FAILED, 1, True)
+        assert play.state(B) == (Phase.CONNECTED, 2, False)
+        play.engine.moves = 0
+        assert (await play.update(3)).committed
+
+    asyncio.run(run())
+
+
+def test_no_resends_if_the_settings_say_so() -> None:
+    async def run() -> None:
+        play = await connected(resends=0)
+        play.engine.moves = 1
+        record = await play.update(2)
+        assert record.fenced
+        assert record.reason.endswith("rank 0: the expert placement of layers 1 changed during the transfer")
+
+    asyncio.run(run())
+
+
+def test_a_change_before_the_layers_go_out_again_adds_to_them() -> None:
+    """The engine goes on moving between the report of the transfer and the next prepare."""
+
+    async def run() -> None:
+        play = await connected()
+        play.engine.moves = 1
+        play.engine.stale_after = 1
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.attempts, record.resends) == (True, 3, 1)
+        assert play.engine.layers == [None, (0, 1)]
+
+    asyncio.run(run())
+
+
+# ---- a connection is lost
+
+
+def test_a_lost_connection_makes_all_go_out_again_over_a_new_one() -> None:
+    async def run() -> None:
+        play = await connected(A, B)
+        play.engine.dies, play.engine.dying, play.engine.lives = 1, TransferError, 1
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.attempts, record.resends) == (True, 2, 0)
+        assert play.engine.layers == [None, None]
+        assert play.engine.calls == [*STEPS[:4], "disconnect", "connect", *STEPS]
+        assert play.engines[B].calls == STEPS
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("error", "transfers"), [(TransferError, 2), (DeadlineError, 1), (EngineError, 1)])
+def test_what_is_not_tried_again(error: type[WeightcastError], transfers: int) -> None:
+    """A connection that is lost a second time, somebody who is late, and an engine that says no."""
+
+    async def run() -> None:
+        play = await connected()
+        play.engine.dies, play.engine.dying = 1, error
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.fenced, record.attempts) == (False, True, transfers)
+        assert play.engine.layers == [None] * transfers
+        assert record.reason == f"{A} rank 1: memory is gone"
+
+    asyncio.run(run())
+
+
+# ---- the trainer's two passes
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_nobody_is_told_to_run_before_every_trainer_rank_has_digested(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit=commit, verify=0.3)
+        play.trainers[1].mute = True
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert record.reason.startswith(f"pair main: instance {A}: trainer ranks 1 did not digest their weights before")
+        assert (record.committed, record.fenced, play.engine.layers) == (False, False, [])
+        assert play.state() == (Phase.FAILED, 1, False), "nothing was written"
+        assert "resume" in play.engine.calls
+        play.trainers[1].mute = False
+        assert (await play.update(3)).committed
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_weights_that_change_between_the_passes_fence_and_are_named(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit=commit)
+        for trainer in play.trainers:
+            trainer.drifts = 1
+        record = await play.update(2)
+        assert record.reason.startswith("the trainer's weights changed during update(): 'w' on trainer ranks 0-1 had")
+        assert play.state() == play.state(B) == (Phase.FAILED, 1, True)
+        for trainer in play.trainers:
+            trainer.drifts = 0
+        assert (await play.update(3)).committed
+        assert play.state() == play.state(B) == (Phase.CONNECTED, 3, False)
+
+    asyncio.run(run())
+
+
+def test_every_attempt_has_two_passes() -> None:
+    """After a replan, a lost connection and a placement that moved, the passes of that attempt are compared."""
+
+    async def run() -> None:
+        for fault in ("stale", "dies", "moves"):
+            play = await connected()
+            setattr(play.engine, fault, 1)
+            play.engine.dying, play.engine.lives = TransferError, 1
+            play.trainers[0].drifts = 1
+            record = await play.update(2)
+            assert record.attempts == 2
+            assert record.reason.startswith("the trainer's weights changed during update(): 'w' on trainer ranks 0 had")
+            assert record.fenced
+
+    asyncio.run(run())
+
+
+# ---- values that are not finite
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_values_that_are_not_finite_are_refused_before_anything_is_written(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit=commit)
+        play.trainers[1].values = (1, 0, 3)
+        play.engine.layers.clear()
+        record = await play.update(2)
+        assert (record.committed, record.fenced, play.engine.layers) == (False, False, [])
+        assert record.reason == (
+            f"instance {A}: values are not finite: 'w' as bfloat16 on trainer ranks 1: 1 NaN, 3 too large; version 2 "
+            "was not sent, and the one before goes on; mend the weights, or allow these tensors by allow_non_finite"
+        )
+        assert record.non_finite == (NonFinite("w", "bfloat16", 1, 0, 3, (1,)),)
+        assert record.non_finite_tensors == 1
+        assert play.engine.calls == ["pause", "begin", "transfer", "end", "resume"], "it stays connected"
+        for name in (A, B):
+            assert play.state(name) == (Phase.CONNECTED, 1, False)
+            assert play.pair.instance(name).serves
+        play.trainers[1].values = (0, 0, 0)
+        record = await play.update(3)
+        assert (record.committed, record.non_finite) == (True, ())
+        assert play.engine.calls == STEPS
+
+    asyncio.run(run())
+
+
+def test_one_that_refuses_values_keeps_all_at_the_old_version() -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit="all")
+        play.pair.instance(A).spec = replace(play.pair.instance(A).spec, non_finite="report")
+        play.trainers[0].values = (0, 5, 0)
+        record = await play.update(2)
+        assert (
+            f"{B} did not: instance {B}: values are not finite: 'w' as bfloat16 on trainer ranks 0: 5 inf"
+            in record.reason
+        )
+        assert play.state(A) == play.state(B) == (Phase.CONNECTED, 1, False)
+        assert "disconnect" not in play.engine.calls
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("spec", [{"non_finite": "report"}, {"allow_non_finite": ("x", "w*")}])
+def test_values_that_are_only_reported(spec: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        logging.disable(logging.NOTSET)
+        play = await connected()
+        play.pair.instance(A).spec = replace(play.pair.instance(A).spec, **spec)
+        play.trainers[0].values = (0, 5, 0)
+        record = await play.update(2)
+        assert (record.committed, record.non_finite) == (True, (NonFinite("w", "bfloat16", 0, 5, 0, (0,)),))
+        assert f"instance {A}: values are not finite: 'w' as bfloat16 on trainer ranks 0: 5 infinite" in caplog.text
+        status = play.pair.status()["instances"][A]["updates"][-1]
+        assert status["non_finite"][0]["inf"] == 5
+
+    asyncio.run(run())
+
+
+# ---- all together
+
+
+def test_instances_that_commit_together() -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit="all")
+        assert play.state(A) == play.state(B) == (Phase.CONNECTED, 1, False)
+        seen: list[tuple[int | None, int | None]] = []
+        resume = play.engines[A].resume
+
+        async def spied() -> None:
+            seen.append((play.state(A)[1], play.state(B)[1]))
+            await resume()
+
+        play.engines[A].resume = spied  # type: ignore[method-assign]
+        play.engines[B].late["transfer"] = 0.2
+        assert (await play.update(2)).committed
+        assert seen == [(2, 2)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["pause", "begin", "transfer"])
+def test_one_that_does_not_get_ready_keeps_all_at_the_old_version(step: str) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit="all", replans=0)
+        play.engines[B].refuses[step] = EngineError("no")
+        record = await play.update(2)
+        assert (record.committed, record.fenced) == (False, False)
+        assert record.reason.startswith(f"instance {A}: all instances commit together, and {B} did not: ")
+        assert play.engines[A].calls[-1] == "resume"
+        assert play.state(A) == play.state(B) == (Phase.FAILED, 1, False), "nothing was written"
+        play.engines[B].refuses.clear()
+        assert (await play.update(3)).committed
+        assert play.state(A) == play.state(B) == (Phase.CONNECTED, 3, False)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "end", "publish"])
+def test_one_that_fails_later_fences_all(fault: str) -> None:
+    async def run() -> None:
+        play = await connected(A, B, commit="all")
+        if fault == "corrupt":
+            play.engines[B].corrupt = 0
+        else:
+            play.engines[B].refuses[fault] = EngineError("no")
+        record = await play.update(2)
+        assert (record.committed, record.fenced) == (False, True)
+        assert f"all instances commit together, and {B} did not: " in record.reason
+        assert "resume" not in play.engines[A].calls + play.engines[B].calls
+        assert play.state(A) == play.state(B) == (Phase.FAILED, 1, True)
+        play.engines[B].corrupt = -1
+        play.engines[B].refuses.clear()
+        assert (await play.update(3)).committed
+        assert play.state(A) == play.state(B) == (Phase.CONNECTED, 3, False)
+
+    asyncio.run(run())
+
+
+# ---- instances come and go
+
+
+def test_an_instance_joins_and_gets_the_newest_version_first() -> None:
+    async def run() -> None:
+        play = await connected(A)
+        await play.join(B)
+        assert play.state(B) == (Phase.REGISTERING, None, True)
+        assert not play.pair.instance(B).serves
+        play.engines[B].calls.clear()
+        assert (await play.update(5)).committed
+        assert play.engines[B].calls == ["connect", *STEPS]
+        assert play.engines[A].calls == STEPS, "nobody else is connected anew"
+        assert play.state(B) == (Phase.CONNECTED, 5, False)
+
+    asyncio.run(run())
+
+
+def test_an_instance_leaves_and_comes_back_fenced() -> None:
+    async def run() -> None:
+        play = await connected(A, B)
+        await play.pair.leave(B)
+        assert play.state(B) == (Phase.LEFT, 1, False)
+        assert play.pair.instance(B).orders.since(0)[-1].action == "left"
+        del play.engines[B]
+        assert (await play.update(2)).committed
+        assert list(play.pair.results[2]) == [A]
+        await play.join(B)
+        assert play.state(B) == (Phase.REGISTERING, 1, True), "what it holds is old, and nobody knows what else"
+        assert (await play.update(3)).committed
+        assert play.state(B) == (Phase.CONNECTED, 3, False)
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_leaves_in_an_update_ends_it_for_itself_alone() -> None:
+    async def run() -> None:
+        play = await connected(A, B)
+        play.engine.late["transfer"] = 0.3
+
+        async def leave() -> None:
+            await asyncio.sleep(0.1)
+            await play.pair.leave(A)
+
+        leaving = asyncio.create_task(leave())
+        record = await play.update(2)
+        await leaving
+        assert not record.committed
+        assert record.reason == f"instance {A} left pair main"
+        assert play.state(A)[0] is Phase.LEFT
+        assert play.state(B) == (Phase.CONNECTED, 2, False)
+
+    asyncio.run(run())
+
+
+def test_who_may_not_join() -> None:
+    async def run() -> None:
+        play = await connected(A)
+        spec = EngineSpec("sglang", 1, "http://127.0.0.1:30000")
+        with pytest.raises(ControlError, match="has an instance rollout-0 already; it has to leave first"):
+            await play.pair.join(A, spec)
+        assert await play.pair.join(A, EngineSpec("worker", 2)) is play.pair.instance(A), "the same again is no change"
+        await play.pair.join(B, spec)
+        with pytest.raises(InputError, match="each engine is one instance"):
+            await play.pair.join("rollout-2", spec)
+        with pytest.raises(InputError, match="is not 1 to 64 letters"):
+            await play.pair.join("../x", spec)
+        with pytest.raises(InputError, match="has no instance 'rollout-9'"):
+            await play.pair.leave("rollout-9")
+        await play.pair.instance(B).driver.close()
+
+    asyncio.run(run())
+
+
+# ---- late, repeated and older
+
+
+def test_what_comes_too_late_is_refused_with_both_numbers() -> None:
+    async def run() -> None:
+        play = await connected()
+        part = play.engine.parts[0]
+        with pytest.raises(VersionError, match="has version 1; version 1 is not newer"):
+            await play.pair.offer(0, 1)
+        report = Engine.digests(part, 1)
+        with pytest.raises(VersionError, match="is being updated to None, not to 1; it is too late"):
+            await play.engine.instance.report_digests(1, "instance", 0, 1, report)
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_starts_anew_ends_what_is_under_way() -> None:
+    async def run() -> None:
+        play = await connected(A, B)
+        for trainer in play.trainers:
+            trainer.silent = True
+
+        async def restart() -> None:
+            await asyncio.sleep(0.1)
+            for trainer in play.trainers:
+                await trainer.register()
+
+        restarting = asyncio.create_task(restart())
+        record = await play.update(2)
+        await restarting
+        assert record.reason == "pair main: trainer rank 0 started anew"
+        assert record.fenced
+        assert record.seconds < 1.0
+        for trainer in play.trainers:
+            trainer.silent = False
+        await play.connect()
+        assert (await play.update(3)).committed
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_was_fenced_while_it_committed_is_not_resumed() -> None:
+    """A rank starts anew, with other memory, while the commit is being written."""
+
+    async def run() -> None:
+        play = await connected()
+        instance, save = play.pair.instances[A], play.pair.store.save
+
+        async def late(*saved: SavedInstance) -> None:
+            await save(*saved)
+            if any(one.version == 2 for one in saved):
+                await instance.restarted(0, "another~1~x")
+
+        play.pair.store.save = late  # type: ignore[method-assign]
+        record = await play.update(2)
+        assert (record.committed, record.fenced) == (True, True)
+        assert "the instance was fenced meanwhile: " in record.reason
+        assert play.engine.calls == STEPS[:-1]
+        assert instance.paused
+
+    asyncio.run(run())
+
+
+def test_those_that_commit_together_are_written_once() -> None:
+    """Nothing is left to write for the others, so nothing of theirs can fail once all are committed."""
+
+    async def run() -> None:
+        play = await connected(A, B, commit="all")
+        save = play.pair.store.save
+
+        async def full(*saved: SavedInstance) -> None:
+            if not saved:
+                raise ControlError("disk full")
+            await save(*saved)
+
+        play.pair.store.save = full  # type: ignore[method-assign]
+        await play.update(2)
+        assert [record.committed for record in play.pair.results[2].values()] == [True, True]
+
+    asyncio.run(run())

@@ -1,0 +1,1 @@
+"""Bytes that ranks of one host read from each other's memory."""

@@ -1,0 +1,159 @@
+"""Copies out of another process's memory into this rank's, prepared like the rounds of messages.
+
+What keeps its dtype goes from parameter to parameter in one copy. What is cast is packed first, by the same calls by
+which the sender would pack it, so that the bits are the same; a message at a time, in memory that stays in the cache.
+From a staging buffer messages are unpacked as if they had arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.columns import pad_boxes
+from weightcast.transfer.boxes.slices import contiguous_strides, shape_order
+from weightcast.transfer.boxes.strided import StridedCopies, join
+from weightcast.transfer.colocated.exporter import only_rows
+from weightcast.transfer.colocated.offers import Offer
+from weightcast.transfer.colocated.segment import Segment
+from weightcast.transfer.copy.batch import CopyBatch, make_copies
+from weightcast.transfer.copy.runs import SCRATCH_BYTES
+from weightcast.transfer.exchange.messages import cut_messages
+from weightcast.transfer.exchange.messages_in_memory import find_traffic, in_memory
+from weightcast.transfer.exchange.schedule import make_rounds
+from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.operations import RankPart
+
+__all__ = ["Reading"]
+
+_CAST_BYTES = 1 << 20
+"""Bytes that are cast at a time: what was just packed is still in the CPU's cache when it is unpacked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """k boxes in two memories, in columns: side 0 is read, side 1 written. As in StridedCopies, but in no group.
+
+    `wire` (k,) is the dtype code in which each arrives.
+    """
+
+    wire: IntArray
+    size: IntArray
+    base: IntArray
+    start: IntArray
+    stride: IntArray
+
+    def take(self, rows: IntArray | BoolArray) -> _Ends:
+        return _Ends(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+class Reading:
+    """Makes the copies of one rank of an instance; all of them share its memory for what is cast."""
+
+    def __init__(self, part: RankPart, layout: RankLayout, device: torch.device) -> None:
+        self._part, self._layout, self._device = part, layout, device
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for what is cast; within the part's bucket."""
+        return self._staging.nbytes
+
+    def prepare(
+        self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
+    ) -> list[CopyBatch]:
+        """What brings operations `rows` from where an offer says that they are: in place the copies in order, of a
+        staged offer those of each round. Raises PlanError when the offer does not fit the plan.
+        """
+        if not self._scratch.nbytes:
+            self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+        with torch.no_grad():
+            if offer.staged:
+                return self._unpacking(rows, offer, opened, whose)
+            offer.check(self._part.operations.size[rows], whose)
+            return self._in_place(self._ends(rows, offer), _bases(offer, opened))
+
+    def _unpacking(
+        self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
+    ) -> list[CopyBatch]:
+        traffic = find_traffic(only_rows(self._part, rows), self._layout, self._device, staged=True)
+        offer.check(traffic.nbytes[:, None], whose)
+        (buffer,) = _bases(offer, opened)
+        rounds = make_rounds(traffic, self._layout, buffer, offer.start, self._scratch)
+        return [step.unpack for step in rounds]
+
+    def _ends(self, rows: IntArray, offer: Offer) -> _Ends:
+        """The boxes that are not empty."""
+        ops = self._part.operations
+        base, start, stride, size = in_memory(self._layout, ops.dst_region[rows], ops.offset[rows], ops.size[rows])
+        width = max(stride.shape[1], offer.stride.shape[1])
+        ends = _Ends(
+            self._part.wire_dtype[rows],
+            pad_boxes(size, width, 1),
+            np.stack([offer.base, base], axis=1),
+            np.stack([offer.start, start], axis=1),
+            np.stack([pad_boxes(offer.stride, width, 0), pad_boxes(stride, width, 0)], axis=2),
+        )
+        return ends.take(size.prod(axis=1) > 0)
+
+    def _in_place(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+        targets, direct = self._layout.memory.bases, CopyBatch()
+        kinds = [np.array([t.dtype for t in side] + [None], dtype=object)[ends.base[:, i]]
+                 for i, side in enumerate((sources, targets))]  # fmt: skip
+        kept = np.asarray(kinds[0] == kinds[1], dtype=bool)
+        alike = ends.take(kept)
+        alike = alike.take(shape_order(alike.size))
+        group = np.zeros(len(alike.wire), dtype=np.int64)
+        copies = join(StridedCopies(group, alike.size, alike.base, alike.start, alike.stride))
+        make_copies(copies, (sources, targets), None, [direct], np.zeros(len(copies), dtype=np.int64), self._scratch)
+        return [direct, *self._cast(ends.take(~kept), sources)]
+
+    def _cast(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+        """For each message a batch that packs it and one that unpacks it."""
+        if not len(ends.wire):
+            return []
+        if not self._staging.nbytes:
+            nbytes = min(self._part.bucket_bytes, _CAST_BYTES)
+            self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        made = cut_messages(ends.size, ends.wire, self._staging.nbytes)
+        columns = made.nbytes.tolist(), made.dtype.tolist()
+        messages = [self._staging[:n].view(to_torch(dtype_name(code))) for n, code in zip(*columns, strict=True)]
+        batches = [CopyBatch() for _ in range(2 * len(messages))]
+        packing = _between(ends, made.box, made.offset, made.size, made.message, made.start, 0)
+        make_copies(packing, (sources, messages), 1, batches[::2], packing.group, self._scratch)
+        unpacking = _between(ends, made.box, made.offset, made.size, made.message, made.start, 1).turned()
+        memory = self._layout.memory.bases
+        make_copies(unpacking, (messages, memory), 0, batches[1::2], unpacking.group, self._scratch)
+        return batches
+
+
+def _between(
+    ends: _Ends, box: IntArray, offset: IntArray, size: IntArray, message: IntArray, at: IntArray, side: int
+) -> StridedCopies:
+    """Pieces of boxes as they lie in the memory of a side, and in messages, element `at` on."""
+    start = ends.start[box, side] + (offset * ends.stride[box, :, side]).sum(axis=1)
+    return join(
+        StridedCopies(
+            message,
+            size,
+            np.stack([ends.base[box, side], message], axis=1),
+            np.stack([start, at], axis=1),
+            np.stack([ends.stride[box, :, side], contiguous_strides(size)], axis=2),
+        )
+    )
+
+
+def _bases(offer: Offer, opened: Mapping[Segment, torch.Tensor]) -> list[torch.Tensor]:
+    """The flat tensors of an offer's bases."""
+    columns = (offer.segment, offer.first, offer.elements, offer.dtype)
+    found = []
+    for segment, first, elements, code in zip(*(c.tolist() for c in columns), strict=True):
+        memory = opened[offer.segments[segment]]
+        found.append(memory[first : first + elements * int(ITEMSIZE[code])].view(to_torch(dtype_name(code))))
+    return found

@@ -1,0 +1,123 @@
+"""What a trainer rank hands to a rank of the same host: which memory to open, and where in it its boxes lie.
+
+An offer is one frame of columns (`frames`), sent over the communicator of the instance. Reading trusts nothing: a box
+outside its memory is refused before anybody reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.boxes.columns import pad_boxes
+from weightcast.transfer.colocated.segment import Segment
+from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout.dtypes import ITEMSIZE, NAMES
+from weightcast.transfer.wire.frames import FrameReader, FrameWriter
+
+__all__ = ["MAX_OFFER_BYTES", "Offer", "Share", "decode_offer", "encode_offer", "generation_of"]
+
+
+MAX_OFFER_BYTES = 64 << 20
+
+Share: TypeAlias = Literal["in_place", "staged"] | None
+"""What a trainer rank lends to ranks of its host: its weights where they lie, a buffer into which it packs them, or
+nothing.
+"""
+
+_VERSION, _KIND = 1, 4
+_MAX = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Segments, bases in them, and where in the bases lie the k boxes that a rank is to read, in the plan's order.
+
+    Of bases: `segment` (b,), `first` (b,) byte in it, `elements` (b,), `dtype` (b,) code. Of boxes: `base` (k,),
+    `start` (k,) and `stride` (k, D) in elements. In a staged offer a box is a whole message: base 0, bytes, stride 1.
+    """
+
+    staged: bool
+    segments: tuple[Segment, ...]
+    segment: IntArray
+    first: IntArray
+    elements: IntArray
+    dtype: IntArray
+    base: IntArray
+    start: IntArray
+    stride: IntArray
+
+    def check(self, size: IntArray, where: str) -> None:
+        """Every box of `size` (k, D) is inside its base. Raises PlanError; `where` says whose offer to whom."""
+        if self.base.shape[0] != size.shape[0]:
+            raise PlanError(f"{where} offers {self.base.shape[0]} boxes, the plan has {size.shape[0]}; connect again")
+        width = max(size.shape[1], self.stride.shape[1])
+        reach = (pad_boxes(size, width, 1) - 1).astype(np.float64) * pad_boxes(self.stride, width, 0)
+        last = self.start + reach.sum(axis=1)  # in floating point, where nothing wraps around
+        bad = (size.prod(axis=1) > 0) & (last >= self.elements[self.base])
+        if bad.any():
+            row = int(bad.argmax())
+            raise PlanError(
+                f"{where} offers box {row} up to element {int(last[row])} of "
+                f"{int(self.elements[self.base[row]])}; nothing outside a storage is read"
+            )
+
+
+def generation_of(frame: bytes) -> int:
+    """A number that stands for the contents of an offer: another memory, another number."""
+    return int.from_bytes(hashlib.blake2b(frame, digest_size=8).digest(), "little", signed=True)
+
+
+def encode_offer(offer: Offer) -> bytes:
+    """One frame."""
+    w = FrameWriter(_VERSION, _KIND)
+    w.field("staged", offer.staged)
+    w.strings("device", tuple(s.device for s in offer.segments))
+    w.column("nbytes", np.array([s.nbytes for s in offer.segments], dtype=np.int64))
+    w.column("key_bytes", np.array([len(s.key) for s in offer.segments], dtype=np.int64))
+    w.column("key", np.frombuffer(b"".join(s.key for s in offer.segments), dtype=np.uint8).astype(np.int64))
+    for name in ("segment", "first", "elements", "dtype", "base", "start"):
+        w.column(name, getattr(offer, name))
+    w.matrix("stride", offer.stride)
+    return w.finish()
+
+
+def decode_offer(data: bytes) -> Offer:
+    """The offer in a frame. Raises WireError."""
+    r = FrameReader(data, version=_VERSION, kind=_KIND, what="offer of shared memory", max_bytes=MAX_OFFER_BYTES)
+    staged, devices = r.flag("staged"), r.strings("device")
+    nbytes, lengths = r.column("nbytes", len(devices)), r.column("key_bytes", len(devices))
+    raw = r.column("key", r.count("key"))
+    _check(r, "nbytes", nbytes, _MAX)
+    _check(r, "key_bytes", lengths, 1 << 16)
+    _check(r, "key", raw, 255)
+    if int(lengths.sum()) != len(raw):
+        raise r.error(f"has {len(raw)} bytes of keys, expected {int(lengths.sum())}")
+    keys, ends = raw.astype(np.uint8).tobytes(), np.cumsum(lengths).tolist()
+    segments = tuple(
+        Segment(device, int(n), keys[end - int(length) : end])
+        for device, n, length, end in zip(devices, nbytes, lengths, ends, strict=True)
+    )
+    bases, boxes = r.count("segment"), r.count("base")
+    segment, first, elements, dtype = (r.column(name, bases) for name in ("segment", "first", "elements", "dtype"))
+    base, start = r.column("base", boxes), r.column("start", boxes)
+    stride = r.matrix("stride", boxes, r.width("stride"))
+    for name, column, most in (
+        ("segment", segment, len(segments) - 1), ("first", first, _MAX), ("elements", elements, _MAX >> 4),
+        ("dtype", dtype, len(NAMES) - 1), ("base", base, bases - 1), ("start", start, _MAX >> 4),
+        ("stride", stride, 1 << 40),
+    ):  # fmt: skip
+        _check(r, name, column, most)
+    if (first + elements * ITEMSIZE[dtype] > nbytes[segment]).any() or (first % ITEMSIZE[dtype]).any():
+        raise r.error("has a base that is not inside its segment")
+    r.finish()
+    return Offer(staged, segments, segment, first, elements, dtype, base, start, stride)
+
+
+def _check(r: FrameReader, name: str, column: IntArray, most: int) -> None:
+    if ((column < 0) | (column > most)).any():
+        raise r.error(f"has a {name} outside 0..{most}")

@@ -1,0 +1,133 @@
+"""Which members of a communicator can read the memory of which: found out by the members, over the communicator.
+
+Each says where it is: the machine and its process namespace, the device of its memory, the devices that it can open.
+A sender that shares its memory and a receiver that can open it move their boxes through memory; all other pairs send
+messages. Both ends see the same two answers, so they agree.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgpack
+import torch
+
+from weightcast.transfer.colocated.offers import Offer, Share
+from weightcast.transfer.colocated.segment import CPU, Segment
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import WireError
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.operations import RankPart
+from weightcast.transfer.transports.communicator import Communicator
+
+__all__ = ["NOWHERE", "Neighbours", "Place", "device_of", "find_neighbours", "here", "meet_neighbours"]
+
+_ANSWER_BYTES = 4096
+"""Every answer has this length, so that nobody has to ask for it first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is. `host` is equal for processes that can open each other's memory, empty for one that shares none.
+
+    `device` is where its weights lie, "cpu" or the UUID of a GPU; `opens` are the devices whose memory it can open.
+    """
+
+    host: str
+    device: str = CPU
+    opens: tuple[str, ...] = (CPU,)
+
+    def can_read(self, other: Place) -> bool:
+        """Whether a rank here can open the memory of one there."""
+        return bool(self.host) and self.host == other.host and other.device in self.opens
+
+
+NOWHERE = Place("")
+"""Of a rank that lends nothing."""
+
+
+def device_of(layout: RankLayout) -> torch.device:
+    """Where the weights of a rank lie; the CPU for a rank that has none."""
+    return next((base.device for base in layout.memory.bases), torch.device(CPU))
+
+
+def here(device: torch.device) -> Place:
+    """The place of this process, whose weights lie on `device`."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    host = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    if device.type == CPU:
+        return Place(host)
+    from weightcast.transfer.colocated.cuda_ipc import reachable, uuid_of
+
+    return Place(host, uuid_of(device), (CPU, *reachable(device)))
+
+
+@dataclass(slots=True)
+class Neighbours:
+    """The peers of a rank, by group rank, with which it shares memory, and what they know of one another so far.
+
+    `staged` says that this sender lends a staging buffer instead of its weights. `told` is the generation of the offer
+    that each reader has; `offers` the generation and offer of each sender, `opened` the segments of all.
+    """
+
+    peers: frozenset[int] = frozenset()
+    staged: bool = False
+    told: dict[int, int] = field(default_factory=dict)
+    offers: dict[int, tuple[int, Offer]] = field(default_factory=dict)
+    opened: dict[Segment, torch.Tensor] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Lets go of all that was opened: memory that nobody uses any more goes back to the system."""
+        self.told.clear()
+        self.offers.clear()
+        self.opened.clear()
+
+
+def find_neighbours(
+    group: Communicator, part: RankPart, layout: RankLayout, share: Share, deadline: Deadline
+) -> Neighbours:
+    """`meet_neighbours` for a rank where it is; `share` says what a trainer rank lends."""
+    silent = part.is_trainer and share is None
+    return meet_neighbours(group, part, NOWHERE if silent else here(device_of(layout)), deadline, share == "staged")
+
+
+def meet_neighbours(
+    group: Communicator, part: RankPart, place: Place, deadline: Deadline, staged: bool = False
+) -> Neighbours:
+    """Asks every member of the other side where it is. Every member has to call it, right after it joined."""
+    senders = len(part.trainer_ranks)
+    others = list(range(senders, group.size)) if part.is_trainer else list(range(senders))
+    mine = _answer(place, group.device)
+    answers = [torch.empty(_ANSWER_BYTES, dtype=torch.uint8, device=group.device) for _ in others]
+    group.post([(peer, mine) for peer in others], list(zip(others, answers, strict=True))).wait(deadline)
+    peers = set()
+    for peer, answer in zip(others, answers, strict=True):
+        theirs = _read(answer, peer)
+        lender, reader = (place, theirs) if part.is_trainer else (theirs, place)
+        if reader.can_read(lender):
+            peers.add(peer)
+    return Neighbours(frozenset(peers), staged)
+
+
+def _answer(place: Place, device: torch.device) -> torch.Tensor:
+    packed = msgpack.packb(asdict(place))
+    if len(packed) > _ANSWER_BYTES:
+        raise WireError(
+            f"this rank can open {len(place.opens)} devices, too many for an answer of {_ANSWER_BYTES} bytes"
+        )
+    return torch.frombuffer(bytearray(packed.ljust(_ANSWER_BYTES, b"\0")), dtype=torch.uint8).to(device)
+
+
+def _read(answer: torch.Tensor, peer: int) -> Place:
+    unpacker = msgpack.Unpacker(max_buffer_size=_ANSWER_BYTES)
+    unpacker.feed(bytes(answer.cpu().numpy()))
+    try:
+        found = unpacker.unpack()
+        place = Place(str(found["host"]), str(found["device"]), tuple(str(d) for d in found["opens"]))
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(
+            f"member {peer} did not say where it is: {error}; run the same weightcast on all sides"
+        ) from None
+    return place

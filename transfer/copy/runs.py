@@ -1,0 +1,289 @@
+"""Many runs of memory of one length moved by one call, wherever in the process they lie.
+
+A call per region costs a microsecond, which is what copying some KiB takes. On a CPU all tensors share one address
+space, so regions of different tensors can be rows of one view: a *window* that begins at the lowest of their addresses
+and whose row i is what lies i bytes further. Rows overlap, and most cover memory that is nobody's; only those that are
+the regions are ever named. Selecting rows of a window moves runs of any length at the speed of memory, at some
+nanoseconds a run.
+
+The addresses are good for as long as the tensors' storages are: an executor looks before each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.strided import StridedCopies, unroll
+from weightcast.transfer.copy.spacing import find_stretches
+
+__all__ = ["SCRATCH_BYTES", "MemoryAt", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
+
+SCRATCH_BYTES = 1 << 20
+"""Memory for runs on their way between two places that are both scattered; fits a CPU's cache."""
+
+_FEW = 16
+"""A strided copy of at most so many runs is dearer as a call of its own."""
+_LONG_BYTES = 1 << 10
+"""Runs of at least so many bytes are moved one by one however many a copy has: an index is 8 bytes."""
+_TWICE_BYTES = 1 << 14
+"""Runs of at least so many bytes scattered on both sides are cheaper as calls of their own than moved twice."""
+_WORTH_A_CALL = 3
+"""Fewer runs of a length than this stay copies of their own."""
+
+
+class Step(Protocol):
+    """Something prepared that can be done many times."""
+
+    def run(self) -> None:
+        """Does it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """r runs in columns, in the order of the copies they are from.
+
+    `copy` (r,) says which; `address` (r, 2) in bytes of both sides, `elements` (r,).
+    """
+
+    copy: IntArray
+    address: IntArray
+    elements: IntArray
+
+
+def find_runs(
+    copies: StridedCopies, origin: IntArray, itemsize: IntArray, allowed: BoolArray, packed: int | None
+) -> Runs:
+    """The runs of those copies that are better moved by runs. Copies must come from `join`.
+
+    `origin` (k, 2) is the address of the flat tensors of both sides, `itemsize` (k, 2) of their elements; only copies
+    that are `allowed` (k,) are looked at. `packed` as for `make_steps`.
+    """
+    inner = copies.size[:, -1]
+    count = copies.size[:, :-1].prod(axis=1)
+    whole = (copies.stride[:, -1] == 1).all(axis=1) | (inner == 1)
+    long = inner * itemsize.min(axis=1) >= _LONG_BYTES
+    some = (count <= _FEW) | (long & (packed is not None))
+    rows = np.flatnonzero(allowed & whole & some)
+    copy, start = unroll(copies, rows)
+    return Runs(copy, origin[copy] + start * itemsize[copy], inner[copy])
+
+
+def make_steps(
+    runs: Runs,
+    group: IntArray,
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]],
+    dtype: IntArray,
+    packed: int | None,
+    scratch: torch.Tensor,
+) -> tuple[list[tuple[int, Step]], BoolArray]:
+    """(first run, step) in order for the runs that are worth it, and (r,) bool which those are.
+
+    Runs go from side 0 to side 1; those of a group lie one after the other on side `packed`, None where they do on
+    neither. `group` (r,) says which runs may share a step, `dtype` (r,) which of `dtypes`, the element types of both
+    sides, a run has; they differ only where side 1 is packed. `scratch` has SCRATCH_BYTES.
+    """
+    taken = np.zeros(len(runs.copy), dtype=bool)
+    steps: list[tuple[int, Step]] = []
+    sizes = np.array([[t.itemsize for t in pair] for pair in dtypes], dtype=np.int64).reshape(-1, 2)
+    nbytes = runs.elements[:, None] * sizes[dtype]
+    for low, high in _alike(runs, group, dtype, nbytes, packed):
+        length, rows = int(nbytes[low].max()), np.arange(low, high)
+        if length > SCRATCH_BYTES or high - low < _WORTH_A_CALL or not _fits(runs.address[rows], length):
+            continue
+        if packed is None:
+            # By way of the scratch memory a run is copied twice; these are not.
+            for some, side in find_stretches(runs.address, rows, length):
+                taken[some] = True
+                steps.append((low, _straight(runs.address[some], length, side)))
+            rows = rows[~taken[rows]]
+            if length >= _TWICE_BYTES or len(rows) < _WORTH_A_CALL:
+                continue
+        taken[rows] = True
+        most = SCRATCH_BYTES // length
+        for first in range(0, len(rows), most):
+            address = runs.address[rows[first : first + most]]
+            step = _step(address, nbytes[low].tolist(), dtypes[int(dtype[low])], packed, scratch)
+            steps.append((low, step))
+    return steps, taken
+
+
+def _straight(address: IntArray, nbytes: int, even: int) -> Step:
+    """One step for runs that lie at one distance on side `even`: nothing is copied twice."""
+    count, step = len(address), int(address[1, even] - address[0, even])
+    first = int(address[0, even])
+    if even == 0:
+        return _Scatter(*_write_window(address[:, 1], nbytes), _items(first, count, nbytes, step))
+    return _Gather(*_read_window(address[:, 0], nbytes), _rows(first, count, nbytes, step))
+
+
+def _alike(
+    runs: Runs, group: IntArray, dtype: IntArray, nbytes: IntArray, packed: int | None
+) -> Iterator[tuple[int, int]]:
+    """Consecutive runs of one group, type and length, without gaps on the side that is packed."""
+    n = len(runs.copy)
+    if not n:
+        return
+    differs = np.zeros(n - 1, dtype=bool)
+    for column in (group, dtype, runs.elements):
+        differs |= column[1:] != column[:-1]
+    if packed is not None:
+        differs |= np.diff(runs.address[:, packed]) != nbytes[:-1, packed]
+    edges = [0, *(np.flatnonzero(differs) + 1).tolist(), n]
+    yield from pairwise(edges)
+
+
+def _step(
+    address: IntArray,
+    nbytes: list[int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    packed: int | None,
+    scratch: torch.Tensor,
+) -> Step:
+    """One step for runs at `address` (r, 2), `nbytes` long on each side."""
+    count, (read, written) = len(address), address.T
+    if packed == 0:
+        return _Scatter(*_write_window(written, nbytes[1]), _items(int(read[0]), count, nbytes[0]))
+    window, index = _read_window(read, nbytes[0])
+    if packed == 1 and dtypes[0] == dtypes[1]:
+        return _Gather(window, index, _rows(int(written[0]), count, nbytes[1]))
+    gather = _Gather(window, index, scratch[: count * nbytes[0]].view(count, nbytes[0]))
+    if packed == 1:
+        into = _rows(int(written[0]), count, nbytes[1])
+        return _Cast(gather, gather.target.view(dtypes[0]), into.view(dtypes[1]))
+    items = gather.target.view(-1).numpy().view(f"V{nbytes[0]}")
+    return _Move(gather, _Scatter(*_write_window(written, nbytes[1]), items))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """Rows `index` (r,) of `window` (span, n) one after the other into `target` (r, n), all bytes."""
+
+    window: torch.Tensor
+    index: torch.Tensor
+    target: torch.Tensor
+
+    def run(self) -> None:
+        torch.index_select(self.window, 0, self.index, out=self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """What `gather` brings, as elements, converted into `target`."""
+
+    gather: _Gather
+    source: torch.Tensor
+    target: torch.Tensor
+
+    def run(self) -> None:
+        self.gather.run()
+        self.target.copy_(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """`items` (r,) to places `index` (r,) of `window` (span,); an item is a run. By numpy: torch takes 6 us a row."""
+
+    window: np.ndarray[Any, Any]
+    index: IntArray
+    items: np.ndarray[Any, Any]
+
+    def run(self) -> None:
+        self.window[self.index] = self.items
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """From scattered places to scattered places."""
+
+    gather: _Gather
+    scatter: _Scatter
+
+    def run(self) -> None:
+        self.gather.run()
+        self.scatter.run()
+
+
+class MemoryAt:
+    """Says to numpy what memory there is at an address."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], item: str, strides: tuple[int, ...] | None) -> None:
+        self.__array_interface__ = {
+            "data": (address, False), "shape": shape, "typestr": item, "strides": strides, "version": 3,
+        }  # fmt: skip
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """It does not keep the memory alive."""
+        return np.asarray(self)
+
+
+def gather_boxes(
+    address: IntArray, size: list[int], stride: list[int], dtype: torch.dtype, into: torch.Tensor
+) -> torch.Tensor | None:
+    """(n, *size) what lies at n addresses of a CPU's memory, each a box with those strides in elements, copied.
+
+    `into` are bytes to copy to, as many as needed at least. None where no window holds all boxes.
+    """
+    low, span, distance = _span(address)
+    whole, steps = _merged(size, stride)
+    extent = sum((n - 1) * s for n, s in zip(whole, steps, strict=True)) + 1
+    if (distance % dtype.itemsize).any() or not _fits(address, max(extent, prod(whole)) * dtype.itemsize):
+        return None
+    item = "|u1" if dtype.itemsize == 1 else f"<i{dtype.itemsize}"
+    strides = tuple(s * dtype.itemsize for s in (1, *steps))
+    window = torch.from_numpy(MemoryAt(low, (span // dtype.itemsize + 1, *whole), item, strides).array())
+    gathered = into[: len(address) * prod(whole) * dtype.itemsize].view(window.dtype).view(len(address), *whole)
+    torch.index_select(window, 0, torch.from_numpy(distance // dtype.itemsize), out=gathered)
+    return gathered.view(dtype).view(len(address), *size)
+
+
+def _merged(size: list[int], stride: list[int]) -> tuple[list[int], list[int]]:
+    """Fewer dimensions: those that continue each other are one. torch (2.13) selects from several ten times slower."""
+    whole, steps = [1], [1]
+    for n, s in zip(size, stride, strict=True):
+        if n == 1:
+            continue
+        if whole == [1]:
+            whole, steps = [n], [s]
+        elif steps[-1] == n * s:
+            whole[-1], steps[-1] = whole[-1] * n, s
+        else:
+            whole.append(n)
+            steps.append(s)
+    return whole, steps
+
+
+def _fits(address: IntArray, nbytes: int) -> bool:
+    """Whether a window over these addresses has fewer bytes than can be counted, overlapping rows counted each."""
+    return (int(address.max()) - int(address.min()) + 1) * nbytes < 1 << 62
+
+
+def _span(address: IntArray) -> tuple[int, int, IntArray]:
+    low = int(address.min())
+    return low, int(address.max()) - low + 1, address - low
+
+
+def _read_window(address: IntArray, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    low, span, index = _span(address)
+    return torch.from_numpy(MemoryAt(low, (span, nbytes), "|u1", (1, 1)).array()), torch.from_numpy(index)
+
+
+def _write_window(address: IntArray, nbytes: int) -> tuple[np.ndarray[Any, Any], IntArray]:
+    low, span, index = _span(address)
+    return MemoryAt(low, (span,), f"|V{nbytes}", (1,)).array(), index
+
+
+def _rows(address: int, count: int, nbytes: int, distance: int = 0) -> torch.Tensor:
+    return torch.from_numpy(MemoryAt(address, (count, nbytes), "|u1", (distance or nbytes, 1)).array())
+
+
+def _items(address: int, count: int, nbytes: int, distance: int = 0) -> np.ndarray[Any, Any]:
+    return MemoryAt(address, (count,), f"|V{nbytes}", (distance or nbytes,)).array()

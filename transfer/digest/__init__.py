@@ -1,0 +1,1 @@
+"""Digests of boxes: the definition, and its loops for CPU and GPU."""

@@ -1,0 +1,318 @@
+"""Digests that do not depend on how a logical tensor is cut into boxes.
+
+    digest(whole, (0, 0)) == add(digest(top, (0, 0)), digest(bottom, (len(top), 0)))
+
+The digest of a box is, in each of two families of weights, the residue modulo P of
+
+    sum over its elements of (word(element) + BIAS) * w(index),    w(index) = c(0, index[0]) * c(1, index[1]) * ...
+
+where `index` is the position in the *logical* tensor, `word` the element's bits as a signed integer, c(dimension, i) a
+pseudo-random number in [1, 2^24] and P the prime 2^32 - 5. The two residues are joined to 64 bits. From this follows:
+
+- The digests of the boxes of any partition add up, whatever their memory layout. `add` adds residue by residue.
+- No weight is 0 modulo P, because P is prime and larger than every c. A flipped bit changes a word by a power of two,
+  which is no multiple of P, so it changes both residues, always. So does any change of one element of 8 or 16 bits.
+- Swapping two unequal elements along one dimension changes a residue unless both indices have the same constant in
+  that family; no two of the first 2^20 indices of a dimension have it in both (a test looks). Of all choices of
+  constants, a given change of a tensor with n dimensions is missed by at most (n / 2^24)^2 (Schwartz and Zippel: the
+  change of a residue is a polynomial of degree n in the constants, and not zero). Odd weights modulo 2^32 have no such
+  bound: two float32 numbers that differ only in sign could be swapped unseen.
+- BIAS tells zeros from nothing: word + BIAS is never 0 for words of 8 and 16 bits.
+
+Bits count, not values: -0.0 is not 0.0 and every NaN is itself. An element of 64 bits is two words, each with a weight.
+
+This module computes them with torch's own operations, on any device. A word of 16 bits times a constant of 24, summed
+over 8192 elements, stays within 2^53, and so do words of 32 bits times the halves of constants over 1024 elements. So
+the sum over the inner dimension is a matrix product in float64, exact in any order, and only one number per row remains
+to be reduced in integers. `digest_kernel` on GPUs and `digest_loops` on CPUs give the same several times as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weightcast.transfer.boxes.arrays import DigestArray, IntArray
+from weightcast.transfer.copy.nan import settle_nan
+from weightcast.transfer.digest.constants import BIAS, HALF_BITS, constants
+from weightcast.transfer.digest.residues import PRIME
+from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.layout.dtypes import from_torch
+
+__all__ = ["add", "block_limit", "blocks", "box_residues", "digest", "join", "scale"]
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TILE = {1: 1 << 13, 2: 1 << 13, 4: 1 << 10}
+"""Elements of 1, 2 and 4 bytes whose sum of products stays exact in float64."""
+_WORD_DIMENSION = 1 << 16
+"""A dimension past any real one, whose constants weigh the two words of a 64-bit element."""
+_NO_DIMENSION = -1
+"""Stands for the dimensions of a box of one element; its constant is 1."""
+
+_CHUNK = 1 << 14
+_CHUNKS_KEPT = 64
+_BLOCK = {"cpu": 1 << 20}
+_BLOCK_ELSEWHERE = 1 << 21
+"""Elements whose row sums are reduced together."""
+_STEP = 1 << 19
+"""Elements that a CPU widens to 8 bytes at a time: they stay in its cache. A GPU takes whole blocks."""
+_LONGEST = 1 << 16
+"""Elements of the inner dimension taken at once: their constants need up to 64 bytes each while they are made."""
+_NARROW = 64
+"""An inner dimension shorter than this leaves many rows to reduce in integers, which is slower."""
+
+
+def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None = None) -> int:
+    """The digest of the box at `offset` of a logical tensor whose memory is `view`: 64 bits, not negative.
+
+    `view` may have any strides and lie on any device; `offset` has one number per dimension. With `dtype` the values
+    are digested as `view.to(dtype)` has them, but that copy is never made as a whole: temporary memory is bounded at
+    some MiB. An empty box has digest 0. Raises LayoutError for an offset that does not fit the view, and for dtypes
+    that weightcast does not move.
+
+    Which NaN a cast makes of a NaN is up to torch: on CPU `to` and `copy_` into a view with gaps do not agree. Whoever
+    sends a cast box has to send what `to` gives.
+    """
+    size = tuple(view.shape)
+    if len(offset) != len(size) or any(start < 0 for start in offset):
+        raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
+    sums, _ = box_residues(view[None], offset, [1] * len(size), dtype)
+    where = np.array([offset], dtype=np.int64).reshape(1, len(size))
+    factors = scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
+    return int(join(sums, factors)[0])
+
+
+def add(*digests: int) -> int:
+    """The digest of a union of disjoint boxes from their digests; 0 for none."""
+    high = sum(one >> 32 for one in digests) % PRIME
+    low = sum(one & 0xFFFFFFFF for one in digests) % PRIME
+    return high << 32 | low
+
+
+# ---- boxes of one shape at one offset
+
+
+@torch.no_grad()
+def box_residues(
+    boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None, with_peaks: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime, and
+    (n,) int64 peaks: the largest words without their sign, as digested; zeros if they are not asked for.
+
+    Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
+    left out, so that the boxes may differ there; `scale` has them.
+    """
+    target = boxes.dtype if dtype is None else dtype
+    for one in (boxes.dtype, target):
+        from_torch(one)  # Raises for dtypes that weightcast does not move.
+    total = torch.zeros((2, boxes.shape[0]), dtype=torch.int64, device=boxes.device)
+    peaks = torch.zeros_like(total[0])
+    if boxes.numel() == 0:
+        return total, peaks
+    dims = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
+    values = boxes.squeeze([d for d in range(1, boxes.ndim) if boxes.shape[d] == 1])
+    if dims:
+        inner = _inner_dimension(values)
+        values = values.movedim(inner, -1)
+        dims.append(dims.pop(inner - 1))
+        weights = _Weights(tuple((d, offset[d], step[d]) for d in dims), boxes.device, target.itemsize)
+    else:
+        values = values[:, None]
+        weights = _Weights(((_NO_DIMENSION, 0, 1),), boxes.device, target.itemsize)
+    for cut in blocks(tuple(values.shape), block_limit(boxes.device)):
+        sums, largest = _row_sums(values[cut], target, weights.inner(cut[-1]), with_peaks)
+        for position in reversed(range(len(cut) - 2)):
+            outer = weights.outer(position, cut[position + 1])
+            sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
+        total[:, cut[0]] += sums
+        if largest is not None:
+            peaks[cut[0]] = torch.maximum(peaks[cut[0]], largest.reshape(sums.shape[1], -1).amax(dim=1))
+    return total, peaks
+
+
+def _inner_dimension(values: torch.Tensor) -> int:
+    """The dimension to sum first: the one most nearly contiguous among those that are long enough, else the longest."""
+    dims = range(1, values.ndim)
+    long = [d for d in dims if values.shape[d] >= _NARROW]
+    return min(long, key=values.stride) if long else max(dims, key=lambda d: int(values.shape[d]))
+
+
+def block_limit(device: torch.device) -> int:
+    return _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
+
+
+def blocks(shape: tuple[int, ...], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a box into boxes of at most `limit` elements and _LONGEST along the inner dimension."""
+    *outer, size = shape
+    for start in range(0, size, _LONGEST):
+        inner = slice(start, min(start + _LONGEST, size))
+        for cut in _outer_blocks(outer, max(1, limit // (inner.stop - inner.start))):
+            yield *cut, inner
+
+
+def _outer_blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts a box into boxes of at most `limit` elements, each a range of one dimension with those after it whole."""
+    dim = 0
+    while prod(shape[dim + 1 :]) > limit:
+        dim += 1
+    step = limit // prod(shape[dim + 1 :])
+    whole = [slice(0, size) for size in shape[dim + 1 :]]
+    for index in product(*map(range, shape[:dim])):
+        single = [slice(i, i + 1) for i in index]
+        for start in range(0, shape[dim], step):
+            yield (*single, slice(start, min(start + step, shape[dim])), *whole)
+
+
+class _Inner(NamedTuple):
+    """What the inner dimension is multiplied with: (2, size) integers, as (2 or 4, size) float64 `columns`, and what
+    BIAS adds to each row.
+    """
+
+    constants: torch.Tensor
+    columns: torch.Tensor
+    bias: torch.Tensor
+
+
+class _Weights:
+    """The constants of the dimensions of one call, made for the ranges asked for and kept until others are asked for.
+
+    `dims` are (dimension, offset of the box, step) triples, the inner one last.
+    """
+
+    def __init__(self, dims: tuple[tuple[int, int, int], ...], device: torch.device, itemsize: int) -> None:
+        self._dims, self._device, self._in_halves = dims, device, itemsize >= 4
+        self._outer: dict[int, tuple[slice, torch.Tensor]] = {}
+        self._inner: tuple[slice, _Inner] | None = None
+
+    def outer(self, position: int, cut: slice) -> torch.Tensor:
+        """(2, size) int64 constants of a range of the outer dimension at `position`."""
+        kept = self._outer.get(position)
+        if kept is None or kept[0] != cut:
+            kept = self._outer[position] = (cut, self._constants(position, cut))
+        return kept[1]
+
+    def inner(self, cut: slice) -> _Inner:
+        """The columns of a range of the inner dimension; for 32-bit words the constants in two halves."""
+        if self._inner is None or self._inner[0] != cut:
+            whole = self._constants(-1, cut)
+            halves = torch.cat([whole >> HALF_BITS, whole & (1 << HALF_BITS) - 1]) if self._in_halves else whole
+            bias = whole.sum(dim=1, keepdim=True) % PRIME * BIAS
+            self._inner = (cut, _Inner(whole, halves.to(torch.float64), bias))
+        return self._inner[1]
+
+    def _constants(self, position: int, cut: slice) -> torch.Tensor:
+        dim, offset, step = self._dims[position]
+        if dim == _NO_DIMENSION:
+            return torch.ones((2, 1), dtype=torch.int64, device=self._device)
+        extent = (cut.stop - cut.start - 1) * step + 1
+        return _constants(dim, offset + cut.start * step, extent, self._device)[:, ::step]
+
+
+def _row_sums(
+    values: torch.Tensor, target: torch.dtype, inner: _Inner, with_peaks: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension, and (...)
+    peaks if they are asked for.
+    """
+    cast = None if values.dtype == target else target
+    # As words before anything is copied: a copy of bools would settle on one pattern for true.
+    values = values if cast else values.view(_WORDS[target.itemsize])
+    rows = values.reshape(-1, values.shape[-1])
+    if target.itemsize < 8:
+        sums, peaks = _sums(rows, cast, inner, with_peaks)
+    else:
+        # Two words of 4 bytes each, the low one first on every machine that torch runs on.
+        pairs = _words(rows, cast).contiguous()
+        words, peaks = pairs.view(torch.int32), _peaks(pairs) if with_peaks else None
+        weights = _constants(_WORD_DIMENSION, 0, 2, words.device)[:, :, None]
+        low, high = (_sums(words[:, i::2], None, inner, False)[0] * weights[:, i] % PRIME for i in (0, 1))
+        sums = (low + high) % PRIME
+    return sums.reshape(2, *values.shape[:-1]), peaks
+
+
+@cache
+def _has_kernel() -> bool:
+    return find_spec("triton") is not None
+
+
+def _words(values: torch.Tensor, cast: torch.dtype | None) -> torch.Tensor:
+    """The words of values that are to be cast; without a cast they are words already."""
+    return settle_nan(values.to(cast)).view(_WORDS[cast.itemsize]) if cast else values
+
+
+def _peaks(words: torch.Tensor) -> torch.Tensor:
+    """(r, size) words -> (r,) int64, the largest of each row without its sign."""
+    return (words & torch.iinfo(words.dtype).max).amax(dim=1).to(torch.int64)
+
+
+def _sums(
+    rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner, with_peaks: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows, and (r,)
+    peaks if they are asked for.
+    """
+    if rows.is_cuda and _has_kernel():
+        from weightcast.transfer.digest.gpu_kernel import row_sums
+
+        found, largest = row_sums(_words(rows, cast), inner.constants)
+        return (found + inner.bias) % PRIME, largest
+    count, size = rows.shape
+    itemsize = cast.itemsize if cast else rows.itemsize
+    tiles = [slice(a, a + _TILE[itemsize]) for a in range(0, size, _TILE[itemsize])]
+    products = torch.empty((len(tiles), len(inner.columns), count), dtype=torch.float64, device=rows.device)
+    peaks = torch.empty(count, dtype=torch.int64, device=rows.device) if with_peaks else None
+    step = min(count, max(1, (_STEP if rows.device.type == "cpu" else _BLOCK_ELSEWHERE) // size))
+    buffer = torch.empty((step, size), dtype=torch.float64, device=rows.device)
+    for first in range(0, count, step):
+        some = rows[first : first + step]
+        words = _words(some, cast)
+        wide = buffer[: len(some)].copy_(words)
+        if peaks is not None:
+            peaks[first : first + step] = _peaks(words)
+        for tile, out in zip(tiles, products, strict=True):
+            torch.mm(inner.columns[:, tile], wide[:, tile].t(), out=out[:, first : first + step])
+    sums = products.to(torch.int64).sum(dim=0)
+    if itemsize == 4:
+        sums = (sums[:2] % PRIME << HALF_BITS) + sums[2:]
+    return (sums + inner.bias) % PRIME, peaks
+
+
+def join(sums: torch.Tensor, factors: IntArray) -> DigestArray:
+    """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
+    reduced = sums.cpu().numpy() % PRIME
+    scaled = reduced.astype(np.uint64) * factors.astype(np.uint64) % np.uint64(PRIME)
+    return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
+
+
+# ---- constants
+
+
+@lru_cache(maxsize=_CHUNKS_KEPT)
+def _chunk(dim: int, number: int, device: torch.device) -> torch.Tensor:
+    index = np.arange(number * _CHUNK, (number + 1) * _CHUNK, dtype=np.int64)
+    return torch.from_numpy(constants(dim, index)).to(device)
+
+
+def _constants(dim: int, start: int, size: int, device: torch.device) -> torch.Tensor:
+    """(2, size) int64 constants of the indices of a dimension from `start`, on a device."""
+    first, last = start // _CHUNK, (start + size - 1) // _CHUNK
+    chunks = [_chunk(dim, number, device) for number in range(first, last + 1)]
+    joined = chunks[0] if first == last else torch.cat(chunks, dim=1)
+    return joined[:, start - first * _CHUNK :][:, :size]
+
+
+def scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
+    """(k, D) boxes -> (2, k) products of the constants of their dimensions of size 1, padding left out."""
+    factors = np.ones((2, offset.shape[0]), dtype=np.int64)
+    for dim in range(offset.shape[1]):
+        single = (size[:, dim] == 1) & (ndim > dim)
+        if single.any():
+            factors[:, single] = factors[:, single] * constants(dim, offset[single, dim]) % PRIME
+    return factors

@@ -1,0 +1,171 @@
+"""Digests of many boxes of a rank, prepared once for a layout and made again for every version.
+
+    digester = Digester(layout, rows, offsets, sizes, dtypes)
+    digests = digester.run()
+    digests, values = digester.read()    # and which boxes hold values that are not finite
+
+On a CPU with numba most boxes are scanned (`digest_scan`). The others, and all on a GPU, are digested by torch, those
+that are alike together: slots of an expert parameter, the same parameters of all layers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from weightcast.transfer.boxes.arrays import BoolArray, DigestArray, IntArray
+from weightcast.transfer.digest.boxes import Boxes, Buffer
+from weightcast.transfer.digest.cpu_scan import Scan, scannable
+from weightcast.transfer.digest.definition import block_limit, box_residues, join, scale
+from weightcast.transfer.digest.values import count_values, least_suspect
+from weightcast.transfer.errors import StalePlanError
+from weightcast.transfer.layout.dtypes import dtype_name, to_torch
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.plan.verification import Sample, ValueCounts
+
+__all__ = ["Digester", "Reading", "digest_rows"]
+
+
+class Reading(NamedTuple):
+    """(k,) digests, and counts of the boxes that hold values that are not finite, by their place among the k."""
+
+    digests: DigestArray
+    values: ValueCounts
+
+
+class Digester:
+    """k boxes of a rank: what `digest(layout.box_view(...), offset, dtype)` gives for each, one by one.
+
+    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
+    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in.
+    """
+
+    def __init__(
+        self, layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray
+    ) -> None:
+        self._layout = layout
+        boxes = Boxes.of(layout, rows, offsets, sizes, dtypes)
+        scanned = scannable(layout, boxes)
+        self._boxes = boxes
+        self._scanned, self._stacked = np.flatnonzero(scanned), np.flatnonzero(~scanned)
+        self._limit = _limits(boxes, scanned)
+        self._scan = Scan(layout, boxes.take(self._scanned)) if len(self._scanned) else None
+        self._stacks = _Stacks(layout, boxes.take(self._stacked)) if len(self._stacked) else None
+        held = np.unique(boxes.base)
+        self._storages = [layout.memory.bases[base].untyped_storage() for base in held.tolist()]
+        self._addresses = layout.memory.address[held].tolist()
+
+    def run(self, sample: Sample | None = None) -> DigestArray:
+        """(k,) digests of what lies in memory now. With a `sample` only the elements in it count; such digests add up
+        to the digest of the tensor's sample.
+
+        Uses as many threads as torch does. Raises StalePlanError when memory was reallocated since the layout was made.
+        """
+        return self._run(sample, with_peaks=False)[0]
+
+    def read(self, sample: Sample | None = None) -> Reading:
+        """What `run` gives, and how many of the same elements are infinite, no number, or will be by a cast.
+
+        They are found while the boxes are digested; boxes that hold some are read a second time to count them.
+        """
+        digests, peaks = self._run(sample, with_peaks=True)
+        rows = np.flatnonzero(peaks >= self._limit)
+        boxes = self._boxes.take(rows).sampled(sample)
+        bases, counts = self._layout.memory.bases, {}
+        for number, row in enumerate(rows.tolist()):
+            place = boxes.size[number].tolist(), boxes.stride[number].tolist(), int(boxes.start[number])
+            view = bases[int(boxes.base[number])].as_strided(*place)
+            counts[row] = count_values(view, to_torch(dtype_name(int(boxes.dtype[number]))))
+        return Reading(digests, ValueCounts.of(counts))
+
+    def _run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
+        self._check_memory()
+        count = len(self._scanned) + len(self._stacked)
+        digests, peaks = np.empty(count, dtype=np.uint64), np.empty(count, dtype=np.int64)
+        if self._stacks is not None:
+            digests[self._stacked], peaks[self._stacked] = self._stacks.run(sample, with_peaks)
+        if self._scan is not None:
+            turn = None if sample is None else sample.turn
+            digests[self._scanned], peaks[self._scanned] = self._scan.run(turn, torch.get_num_threads())
+        return digests, peaks
+
+    def _check_memory(self) -> None:
+        # There may be ten thousands of storages: nothing but the call for each, and of storages, which cost less.
+        seen = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        if seen != self._addresses:
+            moved = sum(now != then for now, then in zip(seen, self._addresses, strict=True))
+            raise StalePlanError(
+                f"{moved} of the {len(seen)} storages to digest were reallocated since they were described; "
+                "connect again to plan anew"
+            )
+
+
+def _limits(boxes: Boxes, scanned: BoolArray) -> IntArray:
+    """(k,) the least peak of a box that may hold a value that is not finite: `least_suspect`. Scans have peaks of words
+    as they are stored, torch of words as they are digested.
+    """
+    kinds = np.stack([boxes.kind, boxes.dtype, scanned], axis=1)
+    distinct, which = np.unique(kinds, axis=0, return_inverse=True)
+    limits = []
+    for kind, code, as_stored in distinct.tolist():
+        stored, wanted = boxes.kinds[kind][1], to_torch(dtype_name(code))
+        limits.append(least_suspect(stored, wanted, bool(as_stored)))
+    return np.array(limits, dtype=np.int64)[which.reshape(-1)]
+
+
+def digest_rows(
+    layout: RankLayout,
+    rows: IntArray,
+    offsets: IntArray,
+    sizes: IntArray,
+    dtypes: IntArray,
+    sample: Sample | None = None,
+) -> DigestArray:
+    """The digests of a Digester that is needed once."""
+    return Digester(layout, rows, offsets, sizes, dtypes).run(sample)
+
+
+class _Stacks:
+    """Boxes that torch digests: those that are alike together. The device is waited for once."""
+
+    def __init__(self, layout: RankLayout, boxes: Boxes) -> None:
+        self._layout, self._boxes = layout, boxes
+        self._whole: list[IntArray] | None = None
+        self._scale = scale(boxes.offset, boxes.size, boxes.ndim)
+
+    def run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
+        """(k,) digests, and peaks of the words as they are digested; zeros if they are not asked for."""
+        if sample is not None:
+            boxes = self._boxes.sampled(sample)
+            factors = scale(boxes.offset, boxes.size, boxes.ndim)
+            return self._digests(boxes, self._grouped(boxes), factors, with_peaks)
+        if self._whole is None:
+            self._whole = self._grouped(self._boxes)
+        return self._digests(self._boxes, self._whole, self._scale, with_peaks)
+
+    def _grouped(self, boxes: Boxes) -> list[IntArray]:
+        groups: list[IntArray] = []
+        for members in boxes.alike():
+            device, _ = boxes.kinds[int(boxes.kind[members[0]])]
+            groups.extend(boxes.stacks(members, block_limit(device)))
+        return groups
+
+    def _digests(
+        self, boxes: Boxes, groups: list[IntArray], factors: IntArray, with_peaks: bool
+    ) -> tuple[DigestArray, IntArray]:
+        found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
+        buffer = Buffer()
+        for some in groups:
+            target = to_torch(dtype_name(int(boxes.dtype[some[0]])))
+            place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
+            stacked = boxes.stacked(self._layout, some, buffer)
+            found.append((some, *box_residues(stacked, *place, target, with_peaks and target.is_floating_point)))
+        digests, peaks = np.zeros(len(boxes), dtype=np.uint64), np.zeros(len(boxes), dtype=np.int64)
+        for device in {sums.device for _, sums, _ in found}:
+            here = [one for one in found if one[1].device == device]
+            which = np.concatenate([some for some, _, _ in here])
+            digests[which] = join(torch.cat([sums for _, sums, _ in here], dim=1), factors[:, which])
+            peaks[which] = torch.cat([largest for _, _, largest in here]).cpu().numpy()
+        return digests, peaks

@@ -1,0 +1,1 @@
+"""Messages of an exchange, and the schedule of rounds that sends them."""

@@ -1,0 +1,399 @@
+"""The region tables of many ranks, joined: one set of columns and one numbering of tensors, of a side or of a pair.
+
+Names are looked up once, when the tables of a side are joined. The gateway joins the ranks of an instance with the
+trainer's tensors as a catalog: then the side remembers the row of each of its tensors there, and joining the pair looks
+up no name again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TypeAlias
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.columns import find_names, number_names, pad_boxes, ranges, stable_order, volumes
+from weightcast.transfer.errors import LayoutError
+from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name
+from weightcast.transfer.layout.tables import RegionTable, TensorTable
+from weightcast.transfer.layout.tensor_names import NONE, parse_layers
+
+__all__ = [
+    "UNKNOWN",
+    "JoinedPair",
+    "JoinedRanks",
+    "JoinedRegions",
+    "Ranks",
+    "SideName",
+    "as_joined",
+    "join_pair",
+    "join_ranks",
+]
+
+UNKNOWN = -1
+"""Value of a dtype column where a side does not declare the tensor."""
+
+_SIZE_LIMIT = float(1 << 60)
+
+
+@dataclass(frozen=True, slots=True)
+class SideName:
+    """The trainer (`name` is empty) or one instance, for messages."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name or "the trainer"
+
+    def rank(self, rank: int) -> str:
+        """Names one of its ranks."""
+        return f"rank {rank} of {self}"
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRegions:
+    """Some regions of a side: (n,) columns, `offset` and `size` (n, D). `tensor` numbers the tensors of the side."""
+
+    rank: IntArray
+    tensor: IntArray
+    offset: IntArray
+    size: IntArray
+    slot: IntArray
+
+    def __len__(self) -> int:
+        return int(self.rank.shape[0])
+
+    def take(self, rows: IntArray) -> JoinedRegions:
+        """Returns the regions at `rows` (indices or a mask), in that order."""
+        return JoinedRegions(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    @property
+    def volume(self) -> IntArray:
+        """(n,) elements of each region."""
+        return np.asarray(self.size.prod(axis=1))
+
+
+@dataclass(frozen=True)
+class JoinedRanks:
+    """All regions of the trainer or of one instance, ordered by (rank, region), nothing left out.
+
+    `name` is "" for the trainer. `rank`, `region`, `tensor` and `slot` are (n,), `offset` and `size` (n, D); `tensor`
+    numbers the T `tensors`: those of the side in the order in which its ranks first declare them, or those of the pair
+    once the side is part of one. Region i of rank r is row `first[r] + i`; `first` is (world + 1,). `dtype` (T,) has
+    the side's element types, UNKNOWN for tensors that it does not declare. `fingerprints` has one for each rank's
+    table. `catalog_row` (T,) is the row of each tensor in `catalog`, -1 for none, where the side was joined with one.
+    """
+
+    name: str
+    tensors: TensorTable
+    first: IntArray
+    rank: IntArray
+    region: IntArray
+    tensor: IntArray
+    offset: IntArray
+    size: IntArray
+    slot: IntArray
+    dtype: IntArray
+    fingerprints: tuple[str, ...]
+    catalog: TensorTable | None = None
+    catalog_row: IntArray | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return int(self.first.shape[0]) - 1
+
+    def __len__(self) -> int:
+        return int(self.tensor.shape[0])
+
+    @cached_property
+    def volume(self) -> IntArray:
+        """(n,) elements of each region."""
+        return volumes(self.size)
+
+    @cached_property
+    def holds(self) -> BoolArray:
+        """(T,) true where the side holds any element of the tensor."""
+        holds = np.zeros(self.dtype.shape[0], dtype=np.bool_)
+        holds[self.tensor[self.volume > 0]] = True
+        return holds
+
+    @property
+    def regions(self) -> JoinedRegions:
+        """The same columns, to take some rows of."""
+        return JoinedRegions(self.rank, self.tensor, self.offset, self.size, self.slot)
+
+    def renamed(self, name: str) -> JoinedRanks:
+        """Returns the same columns under another name, with what was worked out from them already."""
+        twin = replace(self, name=name)
+        twin.__dict__.update(volume=self.volume, holds=self.holds)
+        return twin
+
+    def rows_in(self, catalog: TensorTable) -> IntArray:
+        """Returns the (T,) row of each tensor in a catalog, -1 for those that it does not have."""
+        if self.catalog is catalog and self.catalog_row is not None:
+            return self.catalog_row
+        return find_names(catalog.index, self.tensors.names)
+
+    def renumbered(self, tensors: TensorTable, row: IntArray) -> JoinedRanks:
+        """Returns the same regions where tensor i is tensor `row[i]` (T,) of `tensors`."""
+        dtype = np.full(len(tensors), UNKNOWN, dtype=np.int64)
+        dtype[row] = self.dtype
+        return replace(
+            self,
+            tensors=tensors,
+            tensor=row[self.tensor],
+            offset=pad_boxes(self.offset, tensors.width, 0),
+            size=pad_boxes(self.size, tensors.width, 1),
+            dtype=dtype,
+            catalog=None,
+            catalog_row=None,
+        )
+
+    def __str__(self) -> str:
+        return self.name or "the trainer"
+
+
+Ranks: TypeAlias = "JoinedRanks | Sequence[RegionTable]"
+"""The ranks of a side: joined already, or the table of each."""
+
+
+@dataclass(frozen=True)
+class JoinedPair:
+    """The trainer, the instances, and the logical tensors of both: `tensors` has the trainer's dtypes.
+
+    Tensors are ordered by layer: `layers` (L,) are the layer numbers in their names, ascending, first NONE for names
+    without one; those of layer `layers[i]` are rows `layer_start[i]` to `layer_start[i + 1] - 1`. `catalog` are the
+    trainer's tensors in the trainer's own order, `catalog_row` (C,) their rows in the pair's.
+    """
+
+    tensors: TensorTable
+    trainer: JoinedRanks
+    instances: tuple[JoinedRanks, ...]
+    layers: IntArray
+    layer_start: IntArray
+    catalog: TensorTable
+    catalog_row: IntArray
+
+    @cached_property
+    def layer(self) -> IntArray:
+        """(T,) the place among `layers` of each tensor's layer."""
+        return np.repeat(np.arange(self.layers.shape[0], dtype=np.int64), np.diff(self.layer_start))
+
+    def rows_of(self, side: JoinedRanks) -> IntArray:
+        """Returns the (T,) pair's tensor for each of a side's own, -1 for those that the trainer does not have."""
+        row = side.rows_in(self.catalog)
+        return np.where(row < 0, -1, self.catalog_row[row]) if self.catalog_row.size else row
+
+
+def join_ranks(name: str, tables: Sequence[RegionTable], catalog: TensorTable | None = None) -> JoinedRanks:
+    """Joins the tables of all ranks of one side by the names of their tensors; rank i has the i-th table.
+
+    Raises LayoutError, naming tensor, both ranks and both values, where two ranks differ about a shape or dtype or the
+    side and the trainer's `catalog` about a shape, and for a side without ranks.
+    """
+    if not tables:
+        raise LayoutError(f"{SideName(name)} has no ranks")
+    fingerprints = tuple(table.fingerprint for table in tables)
+    distinct = {fingerprint: table.tensors for fingerprint, table in zip(fingerprints, tables, strict=True)}
+    names, numbers, catalog_row = _number(tuple(distinct.values()), catalog)
+    rows = dict(zip(distinct, numbers, strict=True))
+    declared = _Declared(SideName(name), names, max(tensors.width for tensors in distinct.values()))
+    for rank, (fingerprint, table) in enumerate(zip(fingerprints, tables, strict=True)):
+        if distinct.pop(fingerprint, None) is not None:
+            declared.add(rank, table.tensors, rows[fingerprint])
+    tensors, width = declared.table(), declared.width
+    if catalog is not None and catalog_row is not None:
+        _require_shapes(SideName(name), tensors, catalog, catalog_row)
+    count = np.array([len(table) for table in tables], dtype=np.int64)
+    pairs = list(zip(fingerprints, tables, strict=True))
+    return JoinedRanks(
+        name=name,
+        tensors=tensors,
+        first=np.append(0, np.cumsum(count)),
+        rank=np.repeat(np.arange(count.shape[0], dtype=np.int64), count),
+        region=ranges(np.zeros_like(count), count),
+        tensor=np.concatenate([rows[fingerprint][table.tensor] for fingerprint, table in pairs]),
+        offset=np.concatenate([pad_boxes(table.offset, width, 0) for table in tables]),
+        size=np.concatenate([pad_boxes(table.size, width, 1) for table in tables]),
+        slot=np.concatenate([table.slot for table in tables]),
+        dtype=tensors.dtype,
+        fingerprints=fingerprints,
+        catalog=catalog,
+        catalog_row=catalog_row,
+    )
+
+
+def as_joined(name: str, ranks: Ranks, catalog: TensorTable | None = None) -> JoinedRanks:
+    """Returns the ranks of a side, joined by `join_ranks` where they are not yet."""
+    return ranks if isinstance(ranks, JoinedRanks) else join_ranks(name, ranks, catalog)
+
+
+def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
+    """Joins both sides of a pair; sides that are no JoinedRanks yet are joined first.
+
+    Raises what `join_ranks` raises, and LayoutError where sides differ about a shape, for a pair without instances, for
+    an instance without a name and for tensors too large to count in bytes.
+    """
+    if not instances:
+        raise LayoutError("there is no instance to plan for")
+    if "" in instances:
+        raise LayoutError("an instance has an empty name")
+    sender = as_joined("", trainer)
+    catalog = sender.tensors
+    receivers = [as_joined(name, ranks, catalog) for name, ranks in instances.items()]
+    known = {side.fingerprints: side.rows_in(catalog) for side in receivers}
+    everything = _everything(catalog, receivers, known)
+    layer = parse_layers(everything.names)
+    order = stable_order(layer - NONE, int(layer.max(initial=NONE)) - NONE + 1)
+    place = np.empty_like(order)
+    place[order] = np.arange(order.shape[0], dtype=np.int64)
+    layers, start = np.unique(layer[order], return_index=True)
+    tensors = TensorTable(
+        tuple(map(everything.names.__getitem__, order.tolist())),
+        np.take(everything.shape, order, axis=0),
+        everything.ndim[order],
+        everything.dtype[order],
+    )
+    _require_addressable(tensors)
+    joined: dict[tuple[str, ...], JoinedRanks] = {}
+    sides = []
+    for name, side in zip(instances, receivers, strict=True):
+        if side.fingerprints not in joined:
+            _require_shapes(SideName(name), side.tensors, everything, known[side.fingerprints])
+            joined[side.fingerprints] = side.renumbered(tensors, place[known[side.fingerprints]])
+        twin = joined[side.fingerprints]
+        sides.append(twin if twin.name == name else twin.renamed(name))
+    catalog_row = place[: len(catalog)]
+    return JoinedPair(
+        tensors,
+        sender.renumbered(tensors, catalog_row),
+        tuple(sides),
+        layers,
+        np.append(start, order.shape[0]).astype(np.int64),
+        catalog,
+        catalog_row,
+    )
+
+
+def _everything(
+    catalog: TensorTable, sides: Sequence[JoinedRanks], known: dict[tuple[str, ...], IntArray]
+) -> TensorTable:
+    """Returns the trainer's tensors, and behind them those that only instances declare, whose rows `known` gets."""
+    width = max([catalog.width, *(side.tensors.width for side in sides)])
+    shape, ndim, dtype = [pad_boxes(catalog.shape, width, 1)], [catalog.ndim], [catalog.dtype]
+    extra: dict[str, int] = {}
+    for side in sides:
+        row = known[side.fingerprints]
+        if not (row < 0).any():
+            continue
+        table, first = side.tensors, len(catalog) + len(extra)
+        strangers = np.flatnonzero(row < 0)
+        names = [table.names[i] for i in strangers.tolist()]
+        fresh = strangers[[name not in extra for name in names]]
+        extra |= {table.names[i]: first + number for number, i in enumerate(fresh.tolist())}
+        shape.append(pad_boxes(table.shape[fresh], width, 1))
+        ndim.append(table.ndim[fresh])
+        dtype.append(table.dtype[fresh])
+        row = row.copy()
+        row[strangers] = [extra[name] for name in names]
+        known[side.fingerprints] = row
+    return TensorTable((*catalog.names, *extra), np.concatenate(shape), np.concatenate(ndim), np.concatenate(dtype))
+
+
+def _number(
+    tables: Sequence[TensorTable], catalog: TensorTable | None
+) -> tuple[tuple[str, ...], list[IntArray], IntArray | None]:
+    """The names of all tables, in the order in which they first appear; the number of each of a table's; and, with a
+    catalog, the row of each there, -1 for none.
+
+    Looking up names is most of the work of a join, so each is looked up once where the catalog has all of them.
+    """
+    if catalog is not None:
+        rows = [find_names(catalog.index, table.names) for table in tables]
+        every = np.concatenate(rows)
+        if (every >= 0).all():
+            known = _in_order(every, len(catalog))
+            number = np.empty(len(catalog), dtype=np.int64)
+            number[known] = np.arange(known.shape[0], dtype=np.int64)
+            return tuple(map(catalog.names.__getitem__, known.tolist())), [number[row] for row in rows], known
+    names = tuple(dict.fromkeys(chain.from_iterable(table.names for table in tables)))
+    index = dict(zip(names, range(len(names)), strict=True))
+    numbers = [number_names(index, table.names) for table in tables]
+    return names, numbers, None if catalog is None else find_names(catalog.index, names)
+
+
+def _in_order(rows: IntArray, extent: int) -> IntArray:
+    """The distinct values, all less than `extent`, in the order in which they first appear."""
+    first = np.full(extent, -1, dtype=np.int64)
+    # Written backwards, so that the first place of each stays.
+    first[rows[::-1]] = np.arange(rows.shape[0] - 1, -1, -1, dtype=np.int64)
+    return rows[np.sort(first[first >= 0])]
+
+
+class _Declared:
+    """Shapes and dtypes of the tensors of a side, and the rank that declared each first."""
+
+    def __init__(self, side: SideName, names: tuple[str, ...], width: int) -> None:
+        self._side, self._names, self.width = side, names, width
+        self._shape = np.ones((len(names), width), dtype=np.int64)
+        self._ndim = np.zeros(len(names), dtype=np.int64)
+        self._dtype = np.zeros(len(names), dtype=np.int64)
+        self._declarer = np.full(len(names), -1, dtype=np.int64)
+
+    def add(self, rank: int, tensors: TensorTable, rows: IntArray) -> None:
+        """Adds the declarations of one rank. Raises LayoutError where it differs from a lower rank."""
+        shape = pad_boxes(tensors.shape, self.width, 1)
+        new = self._declarer[rows] < 0
+        fresh = rows[new]
+        self._shape[fresh], self._ndim[fresh], self._dtype[fresh] = shape[new], tensors.ndim[new], tensors.dtype[new]
+        self._declarer[fresh] = rank
+        differs = (self._ndim[rows] != tensors.ndim) | (np.take(self._shape, rows, axis=0) != shape).any(axis=1)
+        if differs.any():
+            at = int(differs.argmax())
+            row = int(rows[at])
+            known = self._shape[row, : self._ndim[row]].tolist()
+            raise self._disagreement(row, rank, f"shape {known}", f"shape {list(tensors.spec(at).shape)}")
+        differs = self._dtype[rows] != tensors.dtype
+        if differs.any():
+            at = int(differs.argmax())
+            row = int(rows[at])
+            known_dtype = dtype_name(int(self._dtype[row]))
+            raise self._disagreement(row, rank, f"dtype {known_dtype}", f"dtype {tensors.spec(at).dtype}")
+
+    def _disagreement(self, row: int, rank: int, known: str, differing: str) -> LayoutError:
+        first = self._side.rank(int(self._declarer[row]))
+        return LayoutError(f"tensor {self._names[row]!r} has {known} on {first} and {differing} on rank {rank}")
+
+    def table(self) -> TensorTable:
+        """Returns the tensors of the side."""
+        return TensorTable(self._names, self._shape, self._ndim, self._dtype)
+
+
+def _require_shapes(side: SideName, tensors: TensorTable, catalog: TensorTable, row: IntArray) -> None:
+    """Raises LayoutError where a tensor of a side has another shape than row `row[i]` of a catalog, -1 for none."""
+    own = np.flatnonzero(row >= 0)
+    row = row[own]
+    width = max(tensors.width, catalog.width)
+    shape, other = pad_boxes(tensors.shape[own], width, 1), pad_boxes(np.take(catalog.shape, row, axis=0), width, 1)
+    differs = (shape != other).any(axis=1) | (tensors.ndim[own] != catalog.ndim[row])
+    if differs.any():
+        at = int(differs.argmax())
+        i = int(own[at])
+        raise LayoutError(
+            f"tensor {tensors.names[i]!r} has shape {list(catalog.spec(int(row[at])).shape)} on the trainer "
+            f"and {list(tensors.spec(i).shape)} on {side}"
+        )
+
+
+def _require_addressable(tensors: TensorTable) -> None:
+    bad = volumes(tensors.shape.astype(np.float64)) * ITEMSIZE[tensors.dtype] > _SIZE_LIMIT
+    if bad.any():
+        row = int(bad.argmax())
+        raise LayoutError(
+            f"tensor {tensors.names[row]!r} of shape {list(tensors.spec(row).shape)} is too large to address"
+        )

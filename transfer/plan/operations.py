@@ -1,0 +1,214 @@
+"""A transfer plan: columns for the whole pair, and the part of it that one rank needs.
+
+Every box in a plan is in the coordinates of a logical tensor. `region` columns index the table that the rank reported,
+so a part is valid only for that table: it carries the table's fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TypeVar
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout.tables import TensorTable
+from weightcast.transfer.plan.verification import Verify
+
+__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_made", "join_rows"]
+
+TRAINER = -1
+"""Value of an instance column that means the trainer."""
+
+
+def take_rows(columns: Sequence[IntArray], rows: IntArray) -> list[IntArray]:
+    """The rows (indices or a mask) of each column. np.take is several times faster than indexing for (n, D) columns."""
+    if rows.dtype == np.bool_:
+        rows = np.flatnonzero(rows)
+    return [np.take(column, rows, axis=0) for column in columns]
+
+
+Rows = TypeVar("Rows", "Operations", "DigestRows")
+
+
+def join_rows(kind: type[Rows], parts: Sequence[Rows]) -> Rows:
+    """Rows of several tables, one after the other; at least one table."""
+    return join_made(kind, sum(map(len, parts)), parts)
+
+
+def join_made(kind: type[Rows], count: int, parts: Iterable[Rows]) -> Rows:
+    """join_rows of tables of `count` rows in all that are made one by one: the next takes the memory of the one before.
+
+    A large plan would otherwise be written twice, both times into memory that no cache has.
+    """
+    columns: list[IntArray] = []
+    done = 0
+    for part in parts:
+        made: list[IntArray] = [getattr(part, name) for name in kind.__slots__]
+        columns = columns or _empty_columns(made, count)
+        if done + len(part) > count:
+            raise PlanError(f"tables of {done + len(part)} rows and more were made, expected {count}")
+        for column, own in zip(columns, made, strict=True):
+            column[done : done + len(part)] = own
+        done += len(part)
+    if done < count or not columns:
+        raise PlanError(f"tables of {done} rows were made, expected {count}")
+    return kind(*columns)
+
+
+def _empty_columns(like: Sequence[IntArray], count: int) -> list[IntArray]:
+    return [np.empty((count, *column.shape[1:]), dtype=np.int64) for column in like]
+
+
+class Kind(IntEnum):
+    """What an operation does."""
+
+    SEND = 0
+    """A trainer rank sends a box to an inference rank."""
+    COPY = 1
+    """An inference rank copies a box it received into a further region of its own: a replica on the same rank."""
+    RELAY = 2
+    """An inference rank sends on a box that it received."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """m operations in columns, all int64, (m,) unless said otherwise.
+
+    `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
+    `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
+    are the destination's. Sorted by (instance, dst_rank, kind, tensor, offset, dst_region): so the boxes that two ranks
+    exchange are in one order on both sides, and equal instances have equal rows but for their sources.
+    """
+
+    kind: IntArray
+    tensor: IntArray
+    src_instance: IntArray
+    src_rank: IntArray
+    src_region: IntArray
+    instance: IntArray
+    dst_rank: IntArray
+    dst_region: IntArray
+    offset: IntArray
+    size: IntArray
+
+    def __len__(self) -> int:
+        return int(self.kind.shape[0])
+
+    def take(self, rows: IntArray) -> Operations:
+        """The operations at `rows` (indices or a mask), in that order."""
+        return Operations(*take_rows([getattr(self, name) for name in self.__slots__], rows))
+
+    def between(self, begin: int, end: int) -> Operations:
+        """Operations `begin` to `end` - 1, not copied."""
+        return Operations(*(getattr(self, name)[begin:end] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class DigestRows:
+    """k boxes to digest after an update, in columns, all int64, (k,) unless said otherwise.
+
+    `instance` (TRAINER for the trainer's), `rank`, `region`, `tensor`, `offset` and `size` (k, D), `dtype` code to
+    digest in, and `cell`. Cells are numbered per side over (tensor, dtype): rows with the same (instance, cell) hold
+    the same box and must have equal digests, and the cells of one (instance, tensor, dtype) are disjoint and cover the
+    tensor, so that one digest of each cell adds up to the digest of the logical tensor. On the trainer every cell has
+    exactly one row, its owner.
+    """
+
+    instance: IntArray
+    rank: IntArray
+    region: IntArray
+    tensor: IntArray
+    offset: IntArray
+    size: IntArray
+    dtype: IntArray
+    cell: IntArray
+
+    def __len__(self) -> int:
+        return int(self.instance.shape[0])
+
+    def take(self, rows: IntArray) -> DigestRows:
+        """The rows at `rows` (indices or a mask), in that order."""
+        return DigestRows(*take_rows([getattr(self, name) for name in self.__slots__], rows))
+
+    def between(self, begin: int, end: int) -> DigestRows:
+        """Rows `begin` to `end` - 1, not copied."""
+        return DigestRows(*(getattr(self, name)[begin:end] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank needs of a plan to take part in the updates of one instance.
+
+    `instance` is the instance whose communicator this is; `is_trainer` says on which side the rank is. Members of the
+    communicator are numbered with the trainer ranks that send to the instance first, ascending, then all ranks of
+    the instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is
+    this rank's number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype`
+    (len(operations),) is the dtype code in which each box travels, the destination's, and `stage`
+    (len(operations),) when, of `stages` stages (`weightcast.transfer.plan.stages`), None where there is one. `digests`
+    are the rank's own rows, of which `verify` says how much counts; for a trainer rank they are the same in the
+    parts of all instances. `table_fingerprint` is that of the table the rank reported.
+    """
+
+    instance: str
+    instance_index: int
+    is_trainer: bool
+    rank: int
+    trainer_ranks: tuple[int, ...]
+    instance_ranks: int
+    table_fingerprint: str
+    tensors: TensorTable
+    operations: Operations
+    wire_dtype: IntArray
+    digests: DigestRows
+    bucket_bytes: int
+    stage: IntArray | None = None
+    stages: int = 1
+    verify: Verify = Verify.FULL
+
+    def take(self, rows: IntArray) -> RankPart:
+        """The part with only some of its operations; every member has to leave out the same."""
+        stage = None if self.stage is None else self.stage[rows]
+        return replace(self, operations=self.operations.take(rows), wire_dtype=self.wire_dtype[rows], stage=stage)
+
+    @property
+    def most_peers(self) -> int:
+        """The most messages that any member of the communicator may have under way in one round."""
+        direct = max(len(self.trainer_ranks), self.instance_ranks)
+        return direct if self.stages == 1 else direct + 2 * self.instance_ranks
+
+    @property
+    def group_size(self) -> int:
+        """Members of the communicator."""
+        return len(self.trainer_ranks) + self.instance_ranks
+
+    @property
+    def group_rank(self) -> int:
+        """This rank's number in the communicator."""
+        if self.is_trainer:
+            return self.trainer_ranks.index(self.rank)
+        return len(self.trainer_ranks) + self.rank
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """The whole plan of a pair: every operation, and every box to digest.
+
+    `tensors` has the logical tensors with the trainer's dtype. `instances` are the names in the order of the instance
+    columns. `instance_dtype` (I, T) is the dtype code of each tensor in each instance. `trainer_world` and
+    `instance_world` count ranks; `trainer_fingerprints` and `instance_fingerprints` are those of the tables planned
+    for, by rank.
+    """
+
+    tensors: TensorTable
+    instances: tuple[str, ...]
+    instance_dtype: IntArray
+    trainer_world: int
+    instance_world: tuple[int, ...]
+    trainer_fingerprints: tuple[str, ...]
+    instance_fingerprints: tuple[tuple[str, ...], ...]
+    operations: Operations
+    digests: DigestRows

@@ -1,0 +1,269 @@
+"""The part of a plan that one rank needs, cut out without looking at the rest of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.columns import stable_order
+from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout.tables import TensorTable
+from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, RankPart, Rows, TransferPlan
+from weightcast.transfer.plan.stages import stages
+from weightcast.transfer.plan.verification import Verify
+
+__all__ = ["BUCKET_BYTES", "PlanParts", "instance_part", "trainer_part"]
+
+BUCKET_BYTES = 64 << 20
+"""Bytes that a rank packs at a time unless told otherwise."""
+
+_FEW = 32
+"""Sorting rows takes about so many times as long as going through as many tensors."""
+
+
+class _Index:
+    """Rows of a table by two numbers: one sort, then each look-up is two reads. Rows of a group keep their order.
+
+    `rows` None means all rows; where these are in order already, a look-up gives a slice of them.
+    """
+
+    def __init__(self, rows: IntArray | None, outer: IntArray, inner: IntArray, extent: tuple[int, int]) -> None:
+        self._inner = extent[1]
+        key = outer * extent[1] + inner
+        if rows is not None:
+            key = key[rows]
+        self._rows = rows
+        if not (key[1:] >= key[:-1]).all():
+            order = stable_order(key, extent[0] * extent[1])
+            self._rows = order if rows is None else rows[order]
+            key = key[order]
+        self._first = np.searchsorted(key, np.arange(extent[0] * extent[1] + 1))
+
+    def find(self, outer: int, inner: int) -> IntArray | slice:
+        """The rows of one group."""
+        return self._between(outer * self._inner + inner, outer * self._inner + inner + 1)
+
+    def find_all(self, outer: int) -> IntArray | slice:
+        """The rows of all groups of an outer number."""
+        return self._between(outer * self._inner, (outer + 1) * self._inner)
+
+    def _between(self, begin: int, end: int) -> IntArray | slice:
+        found = slice(int(self._first[begin]), int(self._first[end]))
+        return found if self._rows is None else self._rows[found]
+
+    def filled(self) -> BoolArray:
+        """(outer, inner) which groups have rows."""
+        return (np.diff(self._first) > 0).reshape(-1, self._inner)
+
+
+class PlanParts:
+    """All parts of a plan. Making one sorts the plan's rows by rank once; each part then costs only its own size.
+
+    `trainer_ranks` are the trainer ranks in the communicator of each instance, for a plan that is only a part of what
+    they run; without them they are those that send. `verify` is what the ranks digest. Raises PlanError for a plan that
+    relays from one instance to another, because their ranks share no communicator.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        bucket_bytes: int = BUCKET_BYTES,
+        trainer_ranks: Sequence[tuple[int, ...]] | None = None,
+        verify: Verify = Verify.FULL,
+    ) -> None:
+        self._plan, self._bucket_bytes, self._verify = plan, bucket_bytes, verify
+        o, d = plan.operations, plan.digests
+        instances = len(plan.instances)
+        self._relays = _relays(plan)
+        self._stage: IntArray | None = None
+        self._stages = np.ones(instances, dtype=np.int64)
+        if self._relays is not None:
+            self._stage, self._stages = stages(plan)
+        sends = np.flatnonzero(o.kind == Kind.SEND)
+        self._sends = _Index(sends, o.src_rank, o.instance, (plan.trainer_world, instances))
+        most = max(plan.instance_world)
+        self._arrivals = _Index(None, o.instance, o.dst_rank, (instances, most))
+        self._digests = _Index(None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(most, plan.trainer_world)))
+        self._senders = trainer_ranks or [tuple(np.flatnonzero(own).tolist()) for own in self._sends.filled().T]
+        self._number = np.empty(len(plan.tensors), dtype=np.int64)
+        self._numbering = Lock()
+        self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}
+        self._tables: dict[bytes, TensorTable] = {}
+
+    def trainer_ranks(self, instance: str) -> tuple[int, ...]:
+        """Trainer ranks that send to an instance, ascending."""
+        return self._senders[self._index(instance)]
+
+    def trainer_part(self, instance: str, rank: int) -> RankPart:
+        """Part of a trainer rank for the updates of one instance.
+
+        A rank that sends nothing to the instance has no operations and is not in `trainer_ranks`, but it has its
+        digests.
+        """
+        index = self._index(instance)
+        self._in_world(rank, self._plan.trainer_world, "the trainer")
+        if rank not in self._trainer:
+            self._trainer[rank] = self._of_trainer(rank)
+        used, tensors, digests = self._trainer[rank]
+        o, rows = self._plan.operations, self._sends.find(rank, index)
+        tensor = o.tensor[rows]
+        count = tensor.shape[0]
+        operations = Operations(
+            kind=np.full(count, Kind.SEND, dtype=np.int64),
+            tensor=self._renumber(used, tensor),
+            src_instance=np.full(count, TRAINER, dtype=np.int64),
+            src_rank=np.full(count, rank, dtype=np.int64),
+            src_region=o.src_region[rows],
+            instance=np.full(count, index, dtype=np.int64),
+            dst_rank=o.dst_rank[rows],
+            dst_region=o.dst_region[rows],
+            offset=_take(o.offset, rows),
+            size=_take(o.size, rows),
+        )
+        return self._part(
+            index,
+            rank,
+            True,
+            tensors,
+            operations,
+            self._plan.instance_dtype[index, tensor],
+            digests,
+            self._due(index, rows),
+        )
+
+    def _of_trainer(self, rank: int) -> tuple[IntArray, TensorTable, DigestRows]:
+        """What all parts of a trainer rank share: its tensors and digests."""
+        plan = self._plan
+        sent = plan.operations.tensor[self._sends.find_all(rank)]
+        digests = _rows_of(plan.digests, self._digests.find(0, rank))
+        used = self._used(digests.tensor, sent)
+        return used, self._own(used), replace(digests, tensor=self._renumber(used, digests.tensor))
+
+    def instance_part(self, instance: str, rank: int) -> RankPart:
+        """Part of a rank of an instance."""
+        index = self._index(instance)
+        plan = self._plan
+        self._in_world(rank, plan.instance_world[index], instance)
+        rows = self._arrivals.find(index, rank)
+        if self._relays is not None:
+            rows = np.union1d(_numbers(rows), _numbers(self._relays.find(index, rank)))
+        operations = _rows_of(plan.operations, rows)
+        digests = _rows_of(plan.digests, self._digests.find(index - TRAINER, rank))
+        used = self._used(digests.tensor, operations.tensor)
+        wire_dtype = plan.instance_dtype[index, operations.tensor]
+        operations = replace(operations, tensor=self._renumber(used, operations.tensor))
+        digests = replace(digests, tensor=self._renumber(used, digests.tensor))
+        return self._part(index, rank, False, self._own(used), operations, wire_dtype, digests, self._due(index, rows))
+
+    def _due(self, index: int, rows: IntArray | slice) -> IntArray | None:
+        """The stages of operations of an instance, if it has several."""
+        return self._stage[rows] if self._stage is not None and self._stages[index] > 1 else None
+
+    def _index(self, instance: str) -> int:
+        if instance not in self._plan.instances:
+            raise PlanError(f"the plan has no instance {instance!r}, only {', '.join(self._plan.instances)}")
+        return self._plan.instances.index(instance)
+
+    @staticmethod
+    def _in_world(rank: int, world: int, side: str) -> None:
+        if not 0 <= rank < world:
+            raise PlanError(f"the plan has no rank {rank} of {side}, which has {world} ranks")
+
+    def _used(self, *tensor: IntArray) -> IntArray:
+        """The tensors that rows mention, ascending."""
+        if sum(some.shape[0] for some in tensor) * _FEW < len(self._plan.tensors):
+            return np.unique(np.concatenate(tensor))
+        mentioned = np.zeros(len(self._plan.tensors), dtype=np.bool_)
+        for some in tensor:
+            mentioned[some] = True
+        return np.flatnonzero(mentioned)
+
+    def _own(self, used: IntArray) -> TensorTable:
+        """Only the tensors `used`; equal ranks of equal instances share a table."""
+        key, tensors = used.tobytes(), self._plan.tensors
+        if key not in self._tables:
+            names = tuple(map(tensors.names.__getitem__, used.tolist()))
+            self._tables[key] = TensorTable(
+                names, np.take(tensors.shape, used, axis=0), tensors.ndim[used], tensors.dtype[used]
+            )
+        return self._tables[key]
+
+    def _renumber(self, used: IntArray, tensor: IntArray) -> IntArray:
+        """Places of `tensor` in `used`."""
+        with self._numbering:  # parts are made in several threads
+            self._number[used] = np.arange(used.shape[0])
+            return self._number[tensor]
+
+    def _part(
+        self,
+        index: int,
+        rank: int,
+        is_trainer: bool,
+        tensors: TensorTable,
+        operations: Operations,
+        wire_dtype: IntArray,
+        digests: DigestRows,
+        stage: IntArray | None,
+    ) -> RankPart:
+        plan = self._plan
+        fingerprints = plan.trainer_fingerprints if is_trainer else plan.instance_fingerprints[index]
+        return RankPart(
+            instance=plan.instances[index],
+            instance_index=index,
+            is_trainer=is_trainer,
+            rank=rank,
+            trainer_ranks=self._senders[index],
+            instance_ranks=plan.instance_world[index],
+            table_fingerprint=fingerprints[rank],
+            tensors=tensors,
+            operations=operations,
+            wire_dtype=wire_dtype,
+            digests=digests,
+            bucket_bytes=self._bucket_bytes,
+            stage=stage,
+            stages=int(self._stages[index]),
+            verify=self._verify,
+        )
+
+
+def _relays(plan: TransferPlan) -> _Index | None:
+    """The relays by (instance, rank that passes them on), if there are any."""
+    o = plan.operations
+    rows = np.flatnonzero(o.kind == Kind.RELAY)
+    if not rows.size:
+        return None
+    foreign = rows[o.src_instance[rows] != o.instance[rows]]
+    if foreign.size:
+        row = int(foreign[0])
+        raise PlanError(
+            f"operation {row} relays {plan.tensors.names[int(o.tensor[row])]!r} from "
+            f"{plan.instances[int(o.src_instance[row])]} to {plan.instances[int(o.instance[row])]}, which share no "
+            "communicator"
+        )
+    return _Index(rows, o.instance, o.src_rank, (len(plan.instances), max(plan.instance_world)))
+
+
+def _numbers(rows: IntArray | slice) -> IntArray:
+    return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
+
+
+def _take(column: IntArray, rows: IntArray | slice) -> IntArray:
+    return column[rows] if isinstance(rows, slice) else np.take(column, rows, axis=0)
+
+
+def _rows_of(table: Rows, rows: IntArray | slice) -> Rows:
+    return table.between(rows.start, rows.stop) if isinstance(rows, slice) else table.take(rows)
+
+
+def trainer_part(plan: TransferPlan, instance: str, rank: int, bucket_bytes: int = BUCKET_BYTES) -> RankPart:
+    """One part of a plan; for several make a PlanParts once."""
+    return PlanParts(plan, bucket_bytes).trainer_part(instance, rank)
+
+
+def instance_part(plan: TransferPlan, instance: str, rank: int, bucket_bytes: int = BUCKET_BYTES) -> RankPart:
+    """One part of a plan; for several make a PlanParts once."""
+    return PlanParts(plan, bucket_bytes).instance_part(instance, rank)

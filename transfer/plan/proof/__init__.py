@@ -1,0 +1,1 @@
+"""Proofs of a plan: its invariants, checked operation by operation."""

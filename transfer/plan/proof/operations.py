@@ -1,0 +1,215 @@
+"""Proves of a finished plan that it writes every byte of every region once, from a rank that holds it.
+
+For every instance:
+- each region is tiled exactly once by sends, relays and copies: no gap, no overlap, nothing outside;
+- the box of a send lies in the named region of a trainer rank, that of a copy or relay in what its rank itself
+received;
+- a rank receives no element of a logical tensor twice, so that it receives as many bytes as it needs and no more;
+- the digest rows tile each region once, equal cells are equal boxes, and the cells of a tensor tile the tensor.
+The trainer's digest cells tile each tensor once for every dtype in which some instance holds it.
+
+None of this trusts the planner: it looks at the columns of the plan and at the tables alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import numpy as np
+
+from weightcast.transfer.boxes.algebra import intersect, overlaps
+from weightcast.transfer.boxes.columns import any_column, volumes
+from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout.joined import JoinedPair, JoinedRanks, Ranks, join_pair
+from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, TransferPlan
+from weightcast.transfer.plan.proof.digests import check_digests
+from weightcast.transfer.plan.proof.relays import check_relays
+from weightcast.transfer.plan.proof.tiling import (
+    EVERYTHING,
+    Scope,
+    box_text,
+    outside,
+    region_rows,
+    rows_at,
+    same_columns,
+    spans,
+    tiling_fault,
+)
+
+__all__ = ["check_joined", "check_plan"]
+
+
+def check_plan(plan: TransferPlan, trainer: Ranks, instances: Mapping[str, Ranks]) -> None:
+    """Proves the plan for these tables. Raises PlanError naming tensor, instance, rank, region and what is wrong."""
+    check_joined(plan, join_pair(trainer, instances))
+
+
+def check_joined(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
+    """check_plan for tables that are joined already, and for a plan that is only for a part of them."""
+    _check_header(plan, pair)
+    _check_ranges(plan)
+    proved: dict[tuple[str, ...], Operations] = {}
+    own = spans(plan.operations.instance, 0, len(pair.instances))
+    for index, (side, rows) in enumerate(zip(pair.instances, own, strict=True)):
+        if not scope.has(index):
+            continue
+        proof = _Instance(plan, pair, index, side, rows_at(plan.operations, rows))
+        # What was proved of one instance holds for all with the same tables and the same rows.
+        if side.fingerprints in proved and proof.is_like(proved[side.fingerprints]):
+            proof.check_sources()
+        else:
+            proof.check(scope)
+            proved[side.fingerprints] = proof.o
+    check_relays(plan, pair)
+    check_digests(plan, pair, scope)
+
+
+def _check_header(plan: TransferPlan, pair: JoinedPair) -> None:
+    for name, rows in (("operations", plan.operations), ("digests", plan.digests)):
+        for column in rows.__slots__:
+            shape = (len(rows), plan.tensors.width) if column in ("offset", "size") else (len(rows),)
+            if getattr(rows, column).shape != shape:
+                raise PlanError(f"column {column} of the {name} has shape {getattr(rows, column).shape}, not {shape}")
+    same = plan.tensors is pair.tensors or (
+        plan.tensors.names == pair.tensors.names and np.array_equal(plan.tensors.shape, pair.tensors.shape)
+    )
+    if not same:
+        raise PlanError("the plan's tensors are not those of the tables; make a new plan")
+    if plan.instances != tuple(side.name for side in pair.instances):
+        raise PlanError(
+            f"the plan is for instances {list(plan.instances)}, not {[side.name for side in pair.instances]}"
+        )
+    fingerprints = (plan.trainer_fingerprints, *plan.instance_fingerprints)
+    for planned, side in zip(fingerprints, (pair.trainer, *pair.instances), strict=True):
+        if planned != side.fingerprints:
+            raise PlanError(f"the plan was made for other tables of {side} than those given; make a new plan")
+    for index, side in enumerate(pair.instances):
+        wrong = np.flatnonzero(plan.instance_dtype[index] != side.dtype)
+        if wrong.size:
+            raise PlanError(f"tensor {plan.tensors.names[int(wrong[0])]!r}: the plan has another dtype in {side}")
+
+
+def _check_ranges(plan: TransferPlan) -> None:
+    """Kinds, instances and tensors are in range, boxes are not empty."""
+    o = plan.operations
+    instances, tensors = len(plan.instances), len(plan.tensors)
+    faults = {
+        "kind": (o.kind < Kind.SEND) | (o.kind > Kind.RELAY),
+        "instance": (o.instance < 0) | (o.instance >= instances),
+        "tensor": (o.tensor < 0) | (o.tensor >= tensors),
+        "src_instance": np.where(
+            o.kind == Kind.SEND, o.src_instance != TRAINER, (o.src_instance < 0) | (o.src_instance >= instances)
+        ),
+        "size": any_column(o.size <= 0),
+    }
+    for name, bad in faults.items():
+        if bad.any():
+            row = int(bad.argmax())
+            raise PlanError(f"operation {row} has {name} {getattr(o, name)[row].tolist()}, which is out of range")
+
+
+class _Instance:
+    """The operations of one instance, under proof."""
+
+    def __init__(
+        self, plan: TransferPlan, pair: JoinedPair, index: int, side: JoinedRanks, operations: Operations
+    ) -> None:
+        self.plan, self.pair, self.index, self.side, self.o = plan, pair, index, side, operations
+
+    def is_like(self, other: Operations) -> bool:
+        """Whether all is the same as in another instance but the trainer's regions that sends come from."""
+        if not same_columns(self.o, other, ("kind", "tensor", "dst_rank", "dst_region", "offset", "size")):
+            return False
+        inner = np.flatnonzero(self.o.kind != Kind.SEND)
+        return same_columns(self.o.take(inner), other.take(inner), ("src_rank", "src_region")) and not bool(
+            (self.o.kind == Kind.RELAY).any()
+        )
+
+    def check(self, scope: Scope) -> None:
+        self.row, self.known = region_rows(self.side, self.o.dst_rank, self.o.dst_region)
+        self._destinations()
+        self.check_sources()
+        self._tiling(scope)
+        self._copies_of_received()
+        self._received_once()
+
+    def _fail(self, operation: int, what: str) -> NoReturn:
+        o = self.o
+        raise PlanError(
+            f"tensor {self._name(int(o.tensor[operation]))!r}, {self.side.name} rank {int(o.dst_rank[operation])} "
+            f"region {int(o.dst_region[operation])}: the {self._kind(operation)} of "
+            f"{box_text(o.offset[operation], o.size[operation])} from {self._source(operation)} {what}"
+        )
+
+    def _name(self, tensor: int) -> str:
+        return self.plan.tensors.names[tensor]
+
+    def _kind(self, operation: int) -> str:
+        return Kind(int(self.o.kind[operation])).name.lower()
+
+    def _source(self, operation: int) -> str:
+        o = self.o
+        index = int(o.src_instance[operation])
+        where = "trainer" if index == TRAINER else self.plan.instances[index]
+        return f"{where} rank {int(o.src_rank[operation])} region {int(o.src_region[operation])}"
+
+    def _destinations(self) -> None:
+        o = self.o
+        bad = outside(self.side, self.row, self.known, (o.tensor, o.offset, o.size))
+        if bad.any():
+            self._fail(int(bad.argmax()), "does not lie in the region it writes")
+
+    def check_sources(self) -> None:
+        """Sends come from a trainer region that has the box, copies and relays from such a region of an instance."""
+        o = self.o
+        stray = (o.kind == Kind.COPY) & ((o.src_instance != self.index) | (o.src_rank != o.dst_rank))
+        if stray.any():
+            self._fail(int(stray.argmax()), "has its source on another rank")
+        present = np.flatnonzero(np.bincount(o.src_instance - TRAINER, minlength=1)) + TRAINER
+        for index in present.tolist():
+            side = self.pair.trainer if index == TRAINER else self.pair.instances[index]
+            mine = np.flatnonzero(o.src_instance == index)
+            some = o if mine.shape[0] == len(o) else o.take(mine)
+            row, known = region_rows(side, some.src_rank, some.src_region)
+            bad = outside(side, row, known, (some.tensor, some.offset, some.size))
+            if bad.any():
+                self._fail(int(mine[bad.argmax()]), "takes what that region does not hold")
+
+    def _tiling(self, scope: Scope) -> None:
+        twice, short = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope.tensors)
+        if twice is not None:
+            first, second = twice
+            box = box_text(self.o.offset[first], self.o.size[first])
+            self._fail(second, f"overlaps the {self._kind(first)} of {box} from {self._source(first)}")
+        if short is not None:
+            side = self.side
+            filled = int(volumes(self.o.size)[self.row == short].sum())
+            raise PlanError(
+                f"tensor {self._name(int(side.tensor[short]))!r}, {side.name} rank {int(side.rank[short])} region "
+                f"{int(side.region[short])}, box {box_text(side.offset[short], side.size[short])}: only {filled} of "
+                f"{int(side.size[short].prod())} elements are written"
+            )
+
+    def _copies_of_received(self) -> None:
+        """What a copy reads was received by that rank, not made by another copy: no copy waits for a copy."""
+        o = self.o
+        copies = np.flatnonzero(o.kind == Kind.COPY)
+        if copies.size:
+            source = region_rows(self.side, o.src_rank[copies], o.src_region[copies])[0]
+            boxes = (np.take(o.offset, copies, axis=0), np.take(o.size, copies, axis=0))
+            reader = intersect((source, *boxes), (self.row[copies], *boxes))[0]
+            if reader.size:
+                self._fail(int(copies[reader[0]]), "reads what that region does not receive but copies itself")
+
+    def _received_once(self) -> None:
+        o = self.o
+        over = np.flatnonzero(o.kind != Kind.COPY)
+        key = o.dst_rank[over] * len(self.plan.tensors) + o.tensor[over]
+        a, b = overlaps(key, np.take(o.offset, over, axis=0), np.take(o.size, over, axis=0))
+        if a.size:
+            first = int(over[a[0]])
+            self._fail(
+                int(over[b[0]]),
+                f"sends what the rank receives in region {int(o.dst_region[first])} already: copy it there",
+            )

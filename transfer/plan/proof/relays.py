@@ -1,0 +1,79 @@
+"""Proves that every relay of a plan passes on what its rank has received by then, in a few passes over all relays.
+
+To be called when the operations of every instance are proved to write inside regions, to read inside regions, and to
+tile every region once: then what is written of a relay's box in its source region is all of it.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from weightcast.transfer.boxes.algebra import intersect
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.boxes.columns import ranges
+from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout.joined import JoinedPair
+from weightcast.transfer.plan.operations import Kind, TransferPlan
+from weightcast.transfer.plan.proof.tiling import box_text, region_rows
+
+__all__ = ["check_relays"]
+
+
+def check_relays(plan: TransferPlan, pair: JoinedPair) -> None:
+    """Raises PlanError for a relay of what its region copies itself, and for relays that wait for each other."""
+    o = plan.operations
+    relays = np.flatnonzero(o.kind == Kind.RELAY)
+    if not relays.size:
+        return
+    source = _region_number(pair, o.src_instance[relays], o.src_rank[relays], o.src_region[relays])
+    target = _region_number(pair, o.instance, o.dst_rank, o.dst_region)
+    writers = np.flatnonzero(np.isin(target, source))
+    reader, writer, _, _ = intersect(
+        (source, np.take(o.offset, relays, axis=0), np.take(o.size, relays, axis=0)),
+        (target[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
+    )
+    writer = writers[writer]
+    copied = np.flatnonzero(o.kind[writer] == Kind.COPY)
+    if copied.size:
+        _fail(plan, int(relays[reader[copied[0]]]), "passes on what that region does not receive but copies itself")
+    waits = np.flatnonzero(o.kind[writer] == Kind.RELAY)
+    stuck = _never_ready(reader[waits], np.searchsorted(relays, writer[waits]), relays.shape[0])
+    if stuck.size:
+        _fail(plan, int(relays[stuck[0]]), "waits for a relay that waits for it")
+
+
+def _region_number(pair: JoinedPair, instance: IntArray, rank: IntArray, region: IntArray) -> IntArray:
+    """A number for each region of all instances."""
+    number = np.empty(instance.shape[0], dtype=np.int64)
+    first = 0
+    for index, side in enumerate(pair.instances):
+        mine = np.flatnonzero(instance == index)
+        number[mine] = first + region_rows(side, rank[mine], region[mine])[0]
+        first += len(side)
+    return number
+
+
+def _never_ready(waiting: IntArray, awaited: IntArray, count: int) -> IntArray:
+    """Of `count` relays, where `waiting[i]` needs `awaited[i]` first: those that never get their turn, ascending."""
+    left = np.bincount(waiting, minlength=count)
+    order = np.argsort(awaited, kind="stable")
+    start = np.searchsorted(awaited[order], np.arange(count + 1))
+    ready = np.flatnonzero(left == 0)
+    # Each pass looks only at what waits for the relays that have just become ready.
+    while ready.size:
+        next_ones = waiting[order[ranges(start[ready], start[ready + 1] - start[ready])]]
+        np.subtract.at(left, next_ones, 1)
+        ready = np.unique(next_ones[left[next_ones] == 0])
+    return np.flatnonzero(left > 0)
+
+
+def _fail(plan: TransferPlan, row: int, what: str) -> NoReturn:
+    o = plan.operations
+    raise PlanError(
+        f"tensor {plan.tensors.names[int(o.tensor[row])]!r}, {plan.instances[int(o.instance[row])]} rank "
+        f"{int(o.dst_rank[row])} region {int(o.dst_region[row])}: the relay of "
+        f"{box_text(o.offset[row], o.size[row])} from {plan.instances[int(o.src_instance[row])]} rank "
+        f"{int(o.src_rank[row])} region {int(o.src_region[row])} {what}"
+    )

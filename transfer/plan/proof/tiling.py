@@ -1,0 +1,120 @@
+"""Whether boxes that name a region lie in it and fill it: what the proofs of operations and of digests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.boxes.algebra import overlaps
+from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.columns import volumes
+from weightcast.transfer.layout.joined import JoinedRanks
+from weightcast.transfer.plan.operations import Rows
+
+__all__ = [
+    "EVERYTHING",
+    "Scope",
+    "box_text",
+    "filled",
+    "outside",
+    "region_rows",
+    "rows_at",
+    "same_columns",
+    "spans",
+    "tiling_fault",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a plan is a plan for: `tensors` (T,) and `instances`, None for all of them."""
+
+    tensors: BoolArray | None = None
+    instances: frozenset[int] | None = None
+
+    def has(self, instance: int) -> bool:
+        """Whether an instance is in the scope."""
+        return self.instances is None or instance in self.instances
+
+    def wanted(self, held: BoolArray) -> BoolArray:
+        """(T,) the tensors of the scope among those held."""
+        return held if self.tensors is None else held & self.tensors
+
+
+EVERYTHING = Scope()
+
+
+def region_rows(side: JoinedRanks, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
+    """Row of each (rank, region) of a side, and which of them exist; row 0 for those that do not."""
+    known = (rank >= 0) & (rank < side.world) & (region >= 0)
+    safe = np.where(known, rank, 0)
+    row = side.first[safe] + region
+    known &= row < side.first[safe + 1]
+    return np.where(known, row, 0), known
+
+
+def outside(
+    side: JoinedRanks, row: IntArray, known: BoolArray, boxes: tuple[IntArray, IntArray, IntArray]
+) -> BoolArray:
+    """Which boxes (tensor, offset, size) are not inside the region of their row, or are of another tensor."""
+    tensor, offset, size = boxes
+    if not len(side):
+        return np.ones(row.shape[0], dtype=np.bool_)
+    low = offset - np.take(side.offset, row, axis=0)
+    high = low + size - np.take(side.size, row, axis=0)
+    bad: BoolArray = ~known | (side.tensor[row] != tensor)
+    for dim in range(low.shape[1]):
+        bad |= (low[:, dim] < 0) | (high[:, dim] > 0)
+    return bad
+
+
+def tiling_fault(
+    side: JoinedRanks, row: IntArray, offset: IntArray, size: IntArray, wanted: BoolArray | None = None
+) -> tuple[tuple[int, int] | None, int | None]:
+    """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is.
+
+    `wanted` (T,) are the tensors whose regions have to be filled; all of them without it.
+    """
+    writes = np.bincount(row, minlength=len(side))
+    shared = np.flatnonzero(writes[row] > 1)
+    if shared.size:
+        a, b = overlaps(row[shared], np.take(offset, shared, axis=0), np.take(size, shared, axis=0))
+        if a.size:
+            return (int(shared[a[0]]), int(shared[b[0]])), None
+    short = np.flatnonzero(filled(row, size, len(side)) != side.volume)
+    if short.size and wanted is not None:
+        short = short[wanted[side.tensor[short]]]
+    return None, int(short[0]) if short.size else None
+
+
+def filled(key: IntArray, size: IntArray, keys: int) -> IntArray:
+    """(keys,) elements in the boxes of each key."""
+    elements = np.zeros(keys, dtype=np.int64)
+    np.add.at(elements, key, volumes(size))
+    return elements
+
+
+def spans(instance: IntArray, first: int, count: int) -> list[IntArray | slice]:
+    """The rows of each of the instances `first`, `first` + 1 ...: slices where rows are ordered by instance."""
+    numbers = np.arange(first, first + count)
+    if (instance[1:] >= instance[:-1]).all():
+        begin = np.searchsorted(instance, numbers).tolist()
+        end = np.searchsorted(instance, numbers, side="right").tolist()
+        return [slice(b, e) for b, e in zip(begin, end, strict=True)]
+    return [np.flatnonzero(instance == number) for number in numbers.tolist()]
+
+
+def rows_at(table: Rows, rows: IntArray | slice) -> Rows:
+    """Some rows of a table, not copied where they are a slice."""
+    return table.between(rows.start, rows.stop) if isinstance(rows, slice) else table.take(rows)
+
+
+def same_columns(left: Rows, right: Rows, names: Iterable[str]) -> bool:
+    """Whether two tables have the same values in these columns."""
+    return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in names)
+
+
+def box_text(offset: IntArray, size: IntArray) -> str:
+    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offset.tolist(), size.tolist(), strict=True)) + "]"

@@ -1,0 +1,1 @@
+"""The planner: who sends which box to whom, directly or through relays."""

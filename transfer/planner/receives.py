@@ -1,0 +1,113 @@
+"""What the ranks of an instance get, whoever sends it: slots bound to the trainer's cells.
+
+This is the part of a plan that depends on the expert placement. It is worked out for all rows of a side or for those of
+some layers alone, with the same result for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.boxes.algebra import Cells, decompose, intersect
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.boxes.columns import lex_sort, ranges
+from weightcast.transfer.layout.joined import JoinedRanks
+from weightcast.transfer.plan.operations import DigestRows, Kind
+
+__all__ = ["Receives", "bind", "cells_of", "digest_rows", "plan_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Receives:
+    """What the ranks of an instance receive or copy, in the order of the plan; `offset` and `size` are (n, D), the rest
+    (n,).
+
+    `row` is the row of the side that is written, `source` for a copy the row that it is copied from. `sends` are the
+    places of the sends, `cell` (sends,) the trainer's cell of each.
+    """
+
+    kind: IntArray
+    tensor: IntArray
+    row: IntArray
+    source: IntArray
+    offset: IntArray
+    size: IntArray
+    sends: IntArray
+    cell: IntArray
+
+
+def cells_of(side: JoinedRanks, rows: IntArray | None, label: Callable[[int], str]) -> Cells:
+    """The cells of some rows of a side, or of all; `row` counts in the side."""
+    if rows is None:
+        return decompose(side.tensor, side.offset, side.size, label)
+    cells = decompose(side.tensor[rows], np.take(side.offset, rows, axis=0), np.take(side.size, rows, axis=0), label)
+    return Cells(cells.key, cells.offset, cells.size, cells.start, rows[cells.row])
+
+
+def bind(side: JoinedRanks, rows: IntArray | None, cells: Cells, tensors: int, label: Callable[[int], str]) -> Receives:
+    """Each rank receives each of its cells once, into the first region that holds it, and copies it into the others.
+
+    `rows` are the rows of the side to bind, None for all; `cells` the trainer's, of `tensors` tensors.
+    """
+    if rows is None:
+        boxes = decompose(side.rank * tensors + side.tensor, side.offset, side.size, label)
+        row = boxes.row
+    else:
+        key = side.rank[rows] * tensors + side.tensor[rows]
+        boxes = decompose(key, np.take(side.offset, rows, axis=0), np.take(side.size, rows, axis=0), label)
+        row = rows[boxes.row]
+    count = np.diff(boxes.start)
+    first = row[boxes.start[:-1]]
+    cell, box, offset, size = intersect(
+        (cells.key, cells.offset, cells.size), (side.tensor[first], boxes.offset, boxes.size)
+    )
+    again = np.repeat(np.arange(len(boxes), dtype=np.int64), count - 1)
+    copied = row[ranges(boxes.start[:-1] + 1, count - 1)]
+    sends = cell.shape[0]
+    written = np.concatenate([first[box], copied])
+    kind = np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copied.shape[0]])
+    tensor = side.tensor[written]
+    offset = np.concatenate([offset, np.take(boxes.offset, again, axis=0)])
+    size = np.concatenate([size, np.take(boxes.size, again, axis=0)])
+    order = plan_order(side.rank[written], kind, tensor, offset, side.region[written])
+    sent = np.flatnonzero(order < sends)
+    return Receives(
+        kind[order],
+        tensor[order],
+        written[order],
+        np.concatenate([written[:sends], first[again]])[order],
+        np.take(offset, order, axis=0),
+        np.take(size, order, axis=0),
+        sent,
+        cell[order[sent]],
+    )
+
+
+def plan_order(
+    dst_rank: IntArray, kind: IntArray, tensor: IntArray, offset: IntArray, dst_region: IntArray
+) -> IntArray:
+    """The order of the operations of one instance in a plan."""
+    return lex_sort([dst_rank, kind, tensor, *offset.T, dst_region])[0]
+
+
+def digest_rows(index: int, side: JoinedRanks, cells: Cells, number: IntArray | None = None) -> DigestRows:
+    """Every region of an instance, cut into cells where regions overlap partly, ordered by (rank, region, cell).
+
+    `number` are the numbers of the cells, if they are not counted from 0.
+    """
+    order, _ = lex_sort([cells.row])
+    cell, row = cells.cell[order], cells.row[order]
+    tensor = cells.key[cell]
+    return DigestRows(
+        np.full(row.shape[0], index, dtype=np.int64),
+        side.rank[row],
+        side.region[row],
+        tensor,
+        np.take(cells.offset, cell, axis=0),
+        np.take(cells.size, cell, axis=0),
+        side.dtype[tensor],
+        cell if number is None else number[cell],
+    )

@@ -1,0 +1,164 @@
+"""From whom each rank gets each box that it needs: a trainer rank that holds it, or an inference rank that passes it
+on.
+
+Same-host holders first, loads level (`sources`), relays where the cost model of a topology finds them faster
+(`relays`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.plan.operations import TRAINER, Kind
+from weightcast.transfer.planner.holders import Sources, deal_boxes
+from weightcast.transfer.planner.locality import Reach
+from weightcast.transfer.planner.relay_trees import DIRECT, SHAPES, RelayGroups, depths
+from weightcast.transfer.planner.topology import Hosts, Link, Topology, link_bytes, link_seconds
+
+__all__ = ["Machine", "Needs", "Routes", "route"]
+
+_WORTH = 0.999
+"""Relays are used if they take at most so much of the time that they would replace; fewer relays are better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Boxes that ranks of instances have to receive, n of them, ordered by instance.
+
+    `cell` the trainer's cell, `column` the number of the host that it goes to in the Reach, `instance`, `rank` and
+    `region` where on it, `offset` and `size` (n, D), `dtype` code and `itemsize` in which it travels.
+    """
+
+    cell: IntArray
+    column: IntArray
+    instance: IntArray
+    rank: IntArray
+    region: IntArray
+    offset: IntArray
+    size: IntArray
+    dtype: IntArray
+    itemsize: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Sends and relays that together fill the needs, m of them, in the order of the needs, all (m,) or (m, D).
+
+    `need` is the row of the needs that the box is all or a part of.
+    """
+
+    need: IntArray
+    kind: IntArray
+    src_instance: IntArray
+    src_rank: IntArray
+    src_region: IntArray
+    offset: IntArray
+    size: IntArray
+
+    def between(self, begin: int, end: int) -> Routes:
+        """Rows `begin` to `end` - 1, not copied."""
+        return Routes(*(getattr(self, name)[begin:end] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What relays are weighed by: links and hosts, and `copied` (ranks of the pair,) the bytes that each rank copies in
+    its memory whoever sends to it."""
+
+    topology: Topology
+    hosts: Hosts
+    copied: IntArray
+
+
+def route(
+    sources: Sources,
+    reach: Reach,
+    needs: Needs,
+    world: int,
+    machine: Machine | None = None,
+    direct: IntArray | None = None,
+) -> Routes:
+    """Chooses among the holders in reach. `world` counts trainer ranks. Relays need a machine; they have to be faster
+    than `direct`, the plan without relays: for each need the entry of `Sources.rank` that sends it whole, or None where
+    it is the one made here."""
+    router = _Router(sources, reach, needs, world)
+    if machine is None:
+        return router.routes(np.full(needs.cell.shape[0], DIRECT, dtype=np.int64))
+    return router.best(machine, direct)
+
+
+class _Router:
+    def __init__(self, sources: Sources, reach: Reach, needs: Needs, world: int) -> None:
+        self._sources, self._reach, self._needs, self._world = sources, reach, needs, world
+        self._pools, self._pool = reach.pools, reach.pool(needs.cell, needs.column)
+
+    def best(self, machine: Machine, direct: IntArray | None) -> Routes:
+        """The routes that take the least time; of those about as fast the ones tried first."""
+        n, hosts, latency = self._needs, machine.hosts, machine.topology.latency_us * 1e-6
+        number = hosts.number(n.instance, n.rank)
+        volume = n.size.prod(axis=1) * n.itemsize
+        near = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[number]
+        scope = np.zeros_like(n.instance) if machine.topology.between_instances else n.instance
+        groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, near)
+        best: tuple[float, Routes] | None = None
+        if direct is not None:
+            routes = self._whole(direct)
+            best = self._seconds(routes, machine) + latency, routes
+        tried: list[IntArray] = []
+        for inside, between in SHAPES:
+            parent = groups.parents(inside, between)
+            if any(np.array_equal(parent, other) for other in tried):
+                continue
+            tried.append(parent)
+            routes = self.routes(parent)
+            seconds = self._seconds(routes, machine) + int(depths(parent).max(initial=0)) * latency
+            if best is None or seconds < _WORTH * best[0]:
+                best = seconds, routes
+        assert best is not None
+        return best[1]
+
+    def _seconds(self, routes: Routes, machine: Machine) -> float:
+        hosts = machine.hosts
+        nbytes = routes.size.prod(axis=1) * self._needs.itemsize[routes.need]
+        source = hosts.number(routes.src_instance, routes.src_rank)
+        target = hosts.number(self._needs.instance, self._needs.rank)[routes.need]
+        loads = link_bytes(hosts, source, target, nbytes)
+        loads[Link.MEMORY] += 2 * machine.copied
+        return float(link_seconds(machine.topology, hosts, loads).max(initial=0.0))
+
+    def _whole(self, entry: IntArray) -> Routes:
+        """Sends of all needs as they are."""
+        n = self._needs
+        count = entry.shape[0]
+        kind, instance = np.full(count, Kind.SEND, dtype=np.int64), np.full(count, TRAINER, dtype=np.int64)
+        rank, region = self._sources.rank[entry], self._sources.region[entry]
+        return Routes(np.arange(count, dtype=np.int64), kind, instance, rank, region, n.offset, n.size)
+
+    def routes(self, parent: IntArray) -> Routes:
+        """Sends of the items without a parent, relays of the others."""
+        n = self._needs
+        sent, passed = np.flatnonzero(parent == DIRECT), np.flatnonzero(parent != DIRECT)
+        boxes = (np.take(n.offset, sent, axis=0), np.take(n.size, sent, axis=0))
+        dealt = deal_boxes(self._pools, self._pool[sent], boxes, n.itemsize[sent], self._world)
+        need = sent[dealt.item]
+        entry = self._reach.entry(n.cell[need], n.column[need], dealt.choice)
+        rank, region = self._sources.rank[entry], self._sources.region[entry]
+        if not passed.size:
+            count = need.shape[0]
+            kind = np.full(count, Kind.SEND, dtype=np.int64)
+            return Routes(need, kind, np.full(count, TRAINER), rank, region, dealt.offset, dealt.size)
+        above = parent[passed]
+        made = Routes(
+            np.concatenate([need, passed]),
+            np.repeat(np.array([Kind.SEND, Kind.RELAY], dtype=np.int64), [need.shape[0], passed.shape[0]]),
+            np.concatenate([np.full(need.shape[0], TRAINER), n.instance[above]]),
+            np.concatenate([rank, n.rank[above]]),
+            np.concatenate([region, n.region[above]]),
+            np.concatenate([dealt.offset, np.take(n.offset, passed, axis=0)]),
+            np.concatenate([dealt.size, np.take(n.size, passed, axis=0)]),
+        )
+        order = np.argsort(made.need, kind="stable")
+        return Routes(*(np.take(getattr(made, name), order, axis=0) for name in Routes.__slots__))

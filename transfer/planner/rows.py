@@ -1,0 +1,61 @@
+"""Rows of a plan, from what an instance receives (`binding`) and where it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.layout.joined import JoinedRanks
+from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, join_rows
+from weightcast.transfer.planner.holders import Sources
+from weightcast.transfer.planner.receives import Receives, plan_order
+from weightcast.transfer.planner.routes import Routes
+
+__all__ = ["direct_rows", "routed_rows"]
+
+
+def direct_rows(index: int, side: JoinedRanks, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
+    """What an instance receives whole, from the holders `entry` (sends,) of `Sources.rank`, and copies."""
+    rows = _rows(index, side, receives)
+    rows.src_instance[receives.sends] = TRAINER
+    rows.src_rank[receives.sends], rows.src_region[receives.sends] = sources.rank[entry], sources.region[entry]
+    return rows
+
+
+def routed_rows(index: int, side: JoinedRanks, receives: Receives, routes: Routes, first: int) -> Operations:
+    """What an instance receives, whole or in parts, from trainer ranks or passed on, and copies.
+
+    The instance's sends are the needs from `first` on.
+    """
+    rows = _rows(index, side, receives)
+    sent = replace(
+        rows.take(receives.sends[routes.need - first]),
+        kind=routes.kind,
+        src_instance=routes.src_instance,
+        src_rank=routes.src_rank,
+        src_region=routes.src_region,
+        offset=routes.offset,
+        size=routes.size,
+    )
+    made = join_rows(Operations, [sent, rows.take(receives.kind == Kind.COPY)])
+    return made.take(plan_order(made.dst_rank, made.kind, made.tensor, made.offset, made.dst_region))
+
+
+def _rows(index: int, side: JoinedRanks, receives: Receives) -> Operations:
+    """All rows, with the rank that they write as their source."""
+    dst_rank = side.rank[receives.row]
+    instance = np.full(dst_rank.shape[0], index, dtype=np.int64)
+    return Operations(
+        kind=receives.kind,
+        tensor=receives.tensor,
+        src_instance=instance.copy(),
+        src_rank=dst_rank.copy(),
+        src_region=side.region[receives.source],
+        instance=instance,
+        dst_rank=dst_rank,
+        dst_region=side.region[receives.row],
+        offset=receives.offset,
+        size=receives.size,
+    )

@@ -1,0 +1,208 @@
+"""Which links a cluster has, which ranks share a host, and how long bytes take: the cost model of relays and of
+`weightcast plan --simulate`.
+
+Bytes between two ranks of one host go over NVLink, others leave by the NIC of one rank and arrive by that of another.
+All links work at once and in both directions, everything overlaps, so a rank takes as long as its busiest link, and an
+update as long as its busiest rank, plus a latency for every hop of the longest chain of relays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import numpy as np
+
+from weightcast.transfer.boxes.arrays import FloatArray, IntArray
+from weightcast.transfer.documents import unique_keys
+from weightcast.transfer.errors import LayoutError
+
+__all__ = ["LINK_NAMES", "Hosts", "Link", "Topology", "link_bytes", "link_seconds", "read_topology"]
+
+_SPEEDS = (1e-6, 1e9)
+"""Gigabits a second that a link may have: a kilobit to an exabit."""
+
+_MOST_LATENCY_US = 1e9
+_MOST_RANKS = 1 << 20
+
+
+class Link(IntEnum):
+    """What a rank has, in the order of the rows of `link_bytes`."""
+
+    NIC_OUT = 0
+    NIC_IN = 1
+    NVLINK_OUT = 2
+    NVLINK_IN = 3
+    MEMORY = 4
+
+
+LINK_NAMES = ("NIC out", "NIC in", "NVLink out", "NVLink in", "memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Speeds of links, in gigabits (10^9 bits) a second, each way; memory reads and writes share theirs.
+
+    A NIC belongs to a rank, or with `nic_per_host` to a host, whose ranks share it. `ranks_per_host` says how ranks are
+    packed on hosts where the layouts name none; with `colocated` the trainer's ranks and the instances' fill the same
+    hosts. `latency_us` is added for each hop. `between_instances` allows relays from one instance to another.
+    """
+
+    nic_gbps: float
+    nvlink_gbps: float = math.inf
+    memory_gbps: float = math.inf
+    latency_us: float = 0.0
+    nic_per_host: bool = False
+    ranks_per_host: int | None = None
+    colocated: bool = False
+    between_instances: bool = True
+
+    def __post_init__(self) -> None:
+        low, high = _SPEEDS
+        if not low <= self.nic_gbps <= high:
+            _refuse("nic_gbps", self.nic_gbps, f"a number from {low:g} to {high:g}")
+        for name in ("nvlink_gbps", "memory_gbps"):
+            if not (low <= getattr(self, name) <= high or getattr(self, name) == math.inf):
+                _refuse(name, getattr(self, name), f"a number from {low:g} to {high:g}, or inf")
+        if not 0 <= self.latency_us <= _MOST_LATENCY_US:
+            _refuse("latency_us", self.latency_us, f"a number from 0 to {_MOST_LATENCY_US:g}")
+        if self.ranks_per_host is not None and not 1 <= self.ranks_per_host <= _MOST_RANKS:
+            _refuse("ranks_per_host", self.ranks_per_host, f"an integer from 1 to {_MOST_RANKS}")
+
+    @classmethod
+    def given(cls, values: Mapping[str, Any]) -> Topology:
+        """From fields by name. Raises LayoutError for names there are none of, wrong types and values."""
+        known = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        for key, value in values.items():
+            if key not in known:
+                raise LayoutError(f"topology: key {key!r:.80} is not known; known are {', '.join(known)}")
+            if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
+                expected = " or ".join(t.__name__ for t in known[key])
+                _refuse(key, value, expected)
+        if "nic_gbps" not in values:
+            raise LayoutError("topology: 'nic_gbps' is missing")
+        return cls(**values)
+
+    @property
+    def document(self) -> dict[str, float | None]:
+        """The fields that are not as they are by default, for JSON."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+def _refuse(name: str, value: object, expected: str) -> NoReturn:
+    # Python refuses to write out integers of thousands of digits, which TOML can have in hexadecimal.
+    shown = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
+    raise LayoutError(f"topology: {name} is {shown}, expected {expected}")
+
+
+_TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
+
+
+def read_topology(data: bytes) -> Topology:
+    """Decodes a topology: JSON if it begins with a brace, else TOML; its keys are the fields of Topology. Raises
+    LayoutError."""
+    try:
+        text = data.decode()
+        json_text = text.lstrip()[:1] == "{"
+        document: Any = json.loads(text, object_pairs_hook=unique_keys) if json_text else tomllib.loads(text)
+    except LayoutError as error:
+        raise LayoutError(f"topology: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"the topology is neither JSON nor TOML: {' '.join(str(error).split()):.160}") from None
+    return Topology.given(document)
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The host of every rank of a pair: `host` (ranks,), equal for ranks on one machine.
+
+    The trainer's ranks come first, then those of each instance; `first` (instances + 2,) says where each side begins.
+    """
+
+    host: IntArray
+    first: IntArray
+
+    @classmethod
+    def by_name(cls, trainer: Sequence[str], instances: Sequence[Sequence[str]]) -> Hosts:
+        """From host names by rank; a rank whose name is empty is alone on a host."""
+        numbers: dict[str, int] = {}
+        sides = [trainer, *instances]
+        names = [name for side in sides for name in side]
+        host = [numbers.setdefault(name, len(numbers)) if name else len(names) + i for i, name in enumerate(names)]
+        return cls(np.array(host, dtype=np.int64), _first([len(side) for side in sides]))
+
+    @classmethod
+    def packed(cls, worlds: Sequence[int], ranks_per_host: int, *, colocated: bool = False) -> Hosts:
+        """`worlds` are the ranks of the trainer and of each instance. The trainer fills hosts of its own, or with
+        `colocated` those of the instances; the instances' ranks follow one another."""
+        trainer, ranks = worlds[0], sum(worlds[1:])
+        own = np.arange(trainer, dtype=np.int64) // ranks_per_host
+        shift = 0 if colocated else -(-trainer // ranks_per_host)
+        return cls(np.concatenate([own, np.arange(ranks, dtype=np.int64) // ranks_per_host + shift]), _first(worlds))
+
+    @classmethod
+    def of(
+        cls, trainer: Sequence[str], instances: Sequence[Sequence[str]], topology: Topology | None = None
+    ) -> Hosts | None:
+        """By name where the layouts name any, else as the topology packs ranks; None without either."""
+        named = [trainer, *instances]
+        if any(name for side in named for name in side):
+            return cls.by_name(trainer, instances)
+        if topology is None:
+            return None
+        return cls.packed([len(side) for side in named], topology.ranks_per_host or 1, colocated=topology.colocated)
+
+    def __len__(self) -> int:
+        return int(self.host.shape[0])
+
+    def number(self, instance: IntArray | int, rank: IntArray) -> IntArray:
+        """The number of a rank among all of the pair; instance -1 is the trainer."""
+        return np.asarray(self.first[np.asarray(instance) + 1] + rank)
+
+    def require(self, worlds: Sequence[int]) -> None:
+        """Raises LayoutError if these are not the hosts of a pair with so many ranks a side."""
+        if not np.array_equal(self.first, _first(worlds)):
+            raise LayoutError(
+                f"hosts are given for {np.diff(self.first).tolist()} ranks (trainer, instances), but the sides have "
+                f"{list(worlds)}"
+            )
+
+
+def _first(worlds: Sequence[int]) -> IntArray:
+    return np.append(0, np.cumsum(np.array(worlds, dtype=np.int64)))
+
+
+def link_bytes(hosts: Hosts, source: IntArray, target: IntArray, nbytes: IntArray) -> FloatArray:
+    """(5, ranks) bytes over each link of each rank when flow i moves `nbytes[i]` from rank `source[i]` to `target[i]`.
+
+    A flow from a rank to itself is a copy, which reads and writes its memory.
+    """
+    near = hosts.host[source] == hosts.host[target]
+    copied = source == target
+    loads = np.zeros((len(Link), len(hosts)))
+
+    def count(rank: IntArray, some: np.ndarray) -> FloatArray:
+        return np.bincount(rank[some], weights=nbytes[some], minlength=len(hosts)).astype(np.float64)
+
+    loads[Link.NIC_OUT], loads[Link.NIC_IN] = count(source, ~near), count(target, ~near)
+    loads[Link.NVLINK_OUT], loads[Link.NVLINK_IN] = count(source, near & ~copied), count(target, near & ~copied)
+    loads[Link.MEMORY] = loads[:4].sum(axis=0) + 2 * count(source, copied)
+    return loads
+
+
+def link_seconds(topology: Topology, hosts: Hosts, loads: FloatArray) -> FloatArray:
+    """(5, ranks) how long each link is busy."""
+    used = loads
+    if topology.nic_per_host:
+        used = loads.copy()
+        _, host = np.unique(hosts.host, return_inverse=True)
+        for link in (Link.NIC_OUT, Link.NIC_IN):
+            used[link] = np.bincount(host, weights=loads[link])[host]
+    speed = np.array([topology.nic_gbps] * 2 + [topology.nvlink_gbps] * 2 + [topology.memory_gbps])
+    seconds: FloatArray = used * 8e-9 / speed[:, None]
+    return seconds

@@ -1,0 +1,65 @@
+"""The two sides of a weight update as the rest of weightcast sees them.
+
+A *source* is one trainer rank, a *sink* one inference rank. Adapters implement these protocols; the planner, the
+gateway and the executor know nothing else about a framework.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from weightcast.transfer.layout.memory import RankLayout
+from weightcast.transfer.layout.placement import RankPlacement
+
+__all__ = ["Settles", "Sink", "Source"]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """One trainer rank."""
+
+    def describe(self) -> RankLayout:
+        """Everything this rank holds, as regions of logical tensors over its live memory.
+
+        Called on every trainer rank when the pair connects and again before each update, outside of forward and
+        backward. Must not communicate: ranks call it at different times. Raises DescribeError for what it cannot
+        describe.
+        """
+        ...
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """One inference rank.
+
+    A sink may also have `settle() -> None`, see `Settles`.
+    """
+
+    def describe(self) -> RankLayout:
+        """Every byte of every parameter of this rank as regions over its live memory, each slot of each replica
+        included.
+
+        Called when the instance connects. Must not communicate and must not change any weight. Raises DescribeError for
+        what it cannot describe and AgreementError where engine and placement contradict each other.
+        """
+        ...
+
+    def placement(self) -> RankPlacement | None:
+        """The expert placement as the engine has it now; None for a model without experts.
+
+        Read before and after each update; it has to be cheap and to see a rebalance that happened in place.
+        """
+        ...
+
+
+@runtime_checkable
+class Settles(Protocol):
+    """A sink whose engine keeps tensors computed from parameters that nobody else brings up to date."""
+
+    def settle(self) -> None:
+        """Computes them anew, in place.
+
+        Called after every update, when all parameters are written and the engine has ended its session, and before
+        anything is digested; again after a resend. Must not communicate. What it raises fails the update.
+        """
+        ...

@@ -1,0 +1,283 @@
+"""Communicators over torch.distributed: Gloo between CPUs, NCCL between GPUs.
+
+A group is built from the backend's own class on a store of ours. The default process group is neither used nor needed,
+so a group lives beside whatever the trainer or the engine has set up, and comes and goes without them.
+
+    group = TorchGroup.join(store, rank=rank, labels=labels, name="rollout-0", deadline=deadline)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed
+
+from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.errors import TransferError
+from weightcast.transfer.transports.communicator import Exchange, Message
+from weightcast.transfer.transports.iovec import Spans
+from weightcast.transfer.transports.peer_errors import Left, Naming
+from weightcast.transfer.transports.rendezvous import meet, one_line
+from weightcast.transfer.transports.waiter import Waiter
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["TorchGroup"]
+
+# What we need of it is exported at run time, but not declared.
+_distributed: Any = torch.distributed
+
+_NEVER = timedelta(days=30)
+_PROBE = timedelta(milliseconds=1)
+_POLL_SECONDS = 0.005
+
+
+class TorchGroup:
+    """A communicator of the members that `labels` lists, over Gloo or NCCL. Made by `join`."""
+
+    scatters = buffers = False
+
+    def __init__(self, backend: Any, rank: int, labels: Sequence[str], name: str, device: torch.device) -> None:
+        self.rank = rank
+        self.size = len(labels)
+        self.name = name
+        self.device = device
+        self._naming = Naming(name, tuple(labels), rank)
+        self._backend = backend
+        self._usable = True
+        self._waiter = Waiter()
+        self._aborting = threading.Lock()
+
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        *,
+        rank: int,
+        labels: Sequence[str],
+        name: str,
+        deadline: Deadline,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        interface: str = "",
+    ) -> TorchGroup:
+        """Meets all members and connects to them.
+
+        `labels` names the members in messages, "trainer rank 0" or "rollout-0 rank 1", in the order of their group
+        ranks; `name` is the same for all. `backend` is "gloo" or "nccl"; `device` is where messages lie, for NCCL a
+        CUDA device. `interface` is a network interface or an address of this host for Gloo; when empty, Gloo's own
+        choice (GLOO_SOCKET_IFNAME or the host's name). Raises DeadlineError naming who did not come.
+        """
+        scoped = _distributed.PrefixStore(f"weightcast/{name}", store)
+        meet(scoped, rank, labels, name, backend, deadline)
+        try:
+            if backend == "gloo":
+                device = device or torch.device("cpu")
+                made = _gloo(_distributed.PrefixStore("gloo", scoped), rank, len(labels), deadline, interface)
+            elif backend == "nccl":
+                device = device or torch.device("cuda", torch.cuda.current_device())
+                made = _nccl(_distributed.PrefixStore("nccl", scoped), rank, len(labels))
+            else:
+                raise TransferError(f"{name}: backend {backend!r} is not known; known are gloo and nccl")
+        except RuntimeError as error:
+            raise TransferError(f"{name}: {labels[rank]} cannot connect over {backend}: {one_line(error)}") from error
+        group = cls(made, rank, labels, name, device)
+        if device.type == "cuda":
+            group._connect_all(deadline)
+        return group
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """See Communicator.post."""
+        if not self._usable:
+            raise self._naming.closed()
+        legs = [_Leg(peer, "send", self._whole(message)) for peer, message in sends]
+        legs += [_Leg(peer, "receive", self._whole(message)) for peer, message in receives]
+        if self.device.type == "cuda":
+            return _QueuedExchange(self, legs, self._start_together(legs))
+        return _WaitedExchange(self, legs, [self._start(leg) for leg in legs])
+
+    def abort(self) -> None:
+        """See Communicator.abort."""
+        with self._aborting:  # who aborts a second time finds it done
+            backend, self._backend, self._usable = self._backend, None, False
+            try:
+                if backend is not None and self.size > 1:
+                    self._close_connections(backend)
+            finally:
+                self._waiter.give_up()
+
+    def _close_connections(self, backend: Any) -> None:
+        if self.device.type == "cuda":
+            backend.abort()
+            return
+        # Gloo has no abort (torch 2.13). A wait that times out closes every connection of its group, which serves; one
+        # on a connection that is lost fails without that. What stays open would go on writing into memory.
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    backend.recv([nothing], peer, 1).wait(_PROBE)
+
+    def close(self) -> None:
+        """See Communicator.close."""
+        if self._backend is not None and self.device.type == "cuda":
+            self._backend.shutdown()
+        self._backend, self._usable = None, False
+        self._waiter.give_up()
+
+    def _whole(self, message: torch.Tensor | Spans) -> torch.Tensor:
+        if isinstance(message, torch.Tensor):
+            return message
+        raise TransferError(f"{self.name}: messages of this backend are tensors, found {len(message.rows)} places")
+
+    def _start(self, leg: _Leg) -> Any:
+        backend = self._backend
+        if backend is None:  # aborted from another thread
+            raise self._lost([leg], "")
+        start = backend.send if leg.direction == "send" else backend.recv
+        try:
+            return start([leg.tensor], leg.peer, 0)
+        except RuntimeError as error:
+            raise self._lost([leg], error) from error
+
+    def _start_together(self, legs: Sequence[_Leg]) -> Any:
+        """One NCCL group call, so that the order of sends and receives inside does not matter."""
+        with torch.cuda.device(self.device):
+            self._backend._start_coalescing()
+            for leg in legs:
+                self._start(leg)
+            return self._backend._end_coalescing()
+
+    def _connect_all(self, deadline: Deadline) -> None:
+        """NCCL makes its communicator at the first collective, which all members have to take part in."""
+        with torch.cuda.device(self.device):
+            token = torch.zeros(1, device=self.device)
+            work = self._backend.allreduce([token])
+        everyone = [_Leg(peer, "receive", token) for peer in range(self.size) if peer != self.rank]
+        _QueuedExchange(self, everyone, work).wait(deadline)
+
+    def _lost(self, legs: Sequence[_Leg], cause: object) -> TransferError:
+        return self._naming.lost(_left(legs), cause) if self._usable else self._naming.aborted()
+
+    def _late(self, legs: Sequence[_Leg], deadline: Deadline) -> TransferError:
+        return self._naming.late(_left(legs), deadline) if self._usable else self._naming.aborted()
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """One message of an exchange."""
+
+    peer: int
+    direction: str
+    tensor: torch.Tensor
+
+
+def _left(legs: Sequence[_Leg]) -> list[Left]:
+    return [(leg.peer, leg.direction, leg.tensor.nbytes) for leg in legs]
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitedExchange:
+    """Gloo: a work for each message, which says that it is done only to who waits for it."""
+
+    group: TorchGroup
+    legs: Sequence[_Leg]
+    works: Sequence[Any]
+
+    def wait(self, deadline: Deadline) -> None:
+        if self.legs and not self.group._waiter.run(lambda: self._wait(deadline)):
+            raise self.group._lost(self.legs, "")
+
+    def _wait(self, deadline: Deadline) -> None:
+        failed: list[tuple[_Leg, RuntimeError]] = []
+        for leg, work in zip(self.legs, self.works, strict=True):
+            try:
+                # After a failure the rest are only asked whether they are done, to name all who are missing.
+                work.wait(_PROBE if failed else deadline.wait_time())
+            except RuntimeError as error:
+                failed.append((leg, error))
+        if not failed:
+            return
+        lost = [(leg, error) for leg, error in failed if not _timed_out(error)]
+        if lost:
+            raise self.group._lost([leg for leg, _ in lost], lost[0][1]) from lost[0][1]
+        raise self.group._late([leg for leg, _ in failed], deadline) from failed[0][1]
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedExchange:
+    """NCCL: one work for all messages, put on a stream and watched from here, because waiting there has no deadline."""
+
+    group: TorchGroup
+    legs: Sequence[_Leg]
+    work: Any
+
+    def wait(self, deadline: Deadline) -> None:
+        if not self.legs:
+            return
+        while not self.work.is_completed():
+            if deadline.expired:
+                raise self.group._late(self.legs, deadline)
+            time.sleep(_POLL_SECONDS / 100)
+        if not self.work.is_success():
+            raise self.group._lost(self.legs, "NCCL reports an error")
+        self.work.wait()
+
+
+def _gloo(store: Store, rank: int, size: int, deadline: Deadline, interface: str) -> Any:
+    gloo = _distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = deadline.wait_time()
+    if not interface:
+        options._devices = [gloo.create_default_device()]
+    elif _is_address(interface):
+        options._devices = [gloo.create_device(hostname=interface)]
+    else:
+        options._devices = [gloo.create_device(interface=interface)]
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int) -> Any:
+    nccl = _distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _NEVER
+    # torch's watchdog ends the process when a peer fails or is late. Deadlines are ours, and engines have to live on.
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return nccl(store, rank, size, options)
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    """Whether Gloo gave up on time, for this message or because another one did; else the connection failed."""
+    text = str(error)
+    return "Timed out" in text or "Application timeout" in text

@@ -1,0 +1,328 @@
+"""What ranks and gateway send each other, as bytes: rank reports, parts of plans, digests.
+
+Frames and columns are those of `weightcast.transfer.wire.frames`: versioned, without pickle, limited in size. What is
+decoded is validated in full before it is returned: types and lengths of columns, every index and box in its bounds, no
+product that leaves 64 bits, tables and placements by their own constructors. Decoding raises WireError, or another
+InputError that the value's own validation raised, and nothing else.
+
+    data = encode_report(report)
+    assert decode_report(data).table.fingerprint == report.table.fingerprint
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weightcast.transfer.layout.dtypes import NAMES
+from weightcast.transfer.layout.placement import ExpertPlacement, RankPlacement
+from weightcast.transfer.layout.tables import LayoutNotes, RankReport, RegionTable, TensorTable
+from weightcast.transfer.plan.digest_report import DigestReport
+from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.plan.verification import ValueCounts, Verify
+from weightcast.transfer.wire.frames import DEFAULT_MAX_BYTES, FrameReader, FrameWriter
+from weightcast.transfer.wire.tables import (
+    check_boxes,
+    check_padding,
+    check_range,
+    check_sum,
+    read_tensors,
+    write_tensors,
+)
+
+__all__ = [
+    "MSGPACK",
+    "WIRE_VERSION",
+    "decode_digests",
+    "decode_part",
+    "decode_report",
+    "encode_digests",
+    "encode_part",
+    "encode_report",
+]
+
+MSGPACK = "application/msgpack"
+
+
+WIRE_VERSION = 2
+"""Both sides must have the same; a change of any message changes it."""
+
+_REPORT, _PART, _DIGESTS = 1, 2, 3
+
+_MAX_RANKS = 1 << 20
+_MAX_COUNT = (1 << 62) - 1
+_MAX_NOTED_BYTES = 1 << 60
+
+
+def encode_report(report: RankReport) -> bytes:
+    """A rank's report as one frame. Raises WireError for texts with control characters."""
+    w = FrameWriter(WIRE_VERSION, _REPORT)
+    w.field("rank", report.rank)
+    w.field("world_size", report.world_size)
+    w.strings("host", (report.host,))
+    write_tensors(w, report.table.tensors)
+    w.column("tensor", report.table.tensor)
+    w.matrix("offset", report.table.offset)
+    w.matrix("size", report.table.size)
+    w.column("slot", report.table.slot)
+    _write_placement(w, report.placement)
+    _write_notes(w, report.notes)
+    return w.finish()
+
+
+def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankReport:
+    """The report in a frame, validated. Raises InputError (WireError, LayoutError, PlacementError).
+
+    `max_bytes` limits the frame, what it unpacks to, and the memory of what is decoded, each.
+    """
+    r = FrameReader(data, version=WIRE_VERSION, kind=_REPORT, what="rank report", max_bytes=max_bytes)
+    world_size = r.integer("world_size", 1, _MAX_RANKS)
+    rank = r.integer("rank", 0, world_size - 1)
+    host = _read_one_text(r, "host")
+    tensors = read_tensors(r)
+    count = r.count("tensor")
+    table = RegionTable(
+        tensors,
+        r.column("tensor", count),
+        r.matrix("offset", count, tensors.width),
+        r.matrix("size", count, tensors.width),
+        r.column("slot", count),
+    )
+    table.validate()
+    check_padding(r, tensors, table.tensor, table.offset, table.size)
+    check_sum(r, table.size.prod(axis=1), "regions")
+    report = RankReport(rank, world_size, host, table, _read_placement(r), _read_notes(r))
+    r.finish()
+    return report
+
+
+def encode_part(part: RankPart) -> bytes:
+    """A rank's part of a plan as one frame."""
+    w = FrameWriter(WIRE_VERSION, _PART)
+    for name in ("instance", "table_fingerprint"):
+        w.strings(name, (getattr(part, name),))
+    for name in ("instance_index", "is_trainer", "rank", "instance_ranks", "bucket_bytes"):
+        w.field(name, getattr(part, name))
+    w.column("trainer_ranks", np.array(part.trainer_ranks, dtype=np.int64))
+    write_tensors(w, part.tensors)
+    for name in _OPERATION_COLUMNS:
+        w.column(f"operations.{name}", getattr(part.operations, name))
+    for name in _DIGEST_COLUMNS:
+        w.column(f"digests.{name}", getattr(part.digests, name))
+    for name in ("offset", "size"):
+        w.matrix(f"operations.{name}", getattr(part.operations, name))
+        w.matrix(f"digests.{name}", getattr(part.digests, name))
+    w.column("wire_dtype", part.wire_dtype)
+    w.column("stage", np.zeros(0, dtype=np.int64) if part.stage is None else part.stage)
+    w.field("stages", part.stages)
+    w.strings("verify", (part.verify.value,))
+    return w.finish()
+
+
+_OPERATION_COLUMNS = ("kind", "tensor", "src_instance", "src_rank", "src_region", "instance", "dst_rank", "dst_region")
+_DIGEST_COLUMNS = ("instance", "rank", "region", "tensor", "dtype", "cell")
+
+
+def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
+    """The part in a frame, validated in itself. Raises InputError.
+
+    Region columns are non-negative; only the rank itself has the table that says whether they are too large.
+    """
+    r = FrameReader(data, version=WIRE_VERSION, kind=_PART, what="part of a plan", max_bytes=max_bytes)
+    instance = _read_one_text(r, "instance")
+    trainer_ranks = r.column("trainer_ranks", r.count("trainer_ranks"))
+    check_range(r, "trainer_ranks", trainer_ranks, 0, _MAX_RANKS)
+    if (np.diff(trainer_ranks) <= 0).any():
+        raise r.error("lists trainer ranks that do not ascend")
+    is_trainer, instance_ranks = r.flag("is_trainer"), r.integer("instance_ranks", 1, _MAX_RANKS)
+    tensors = read_tensors(r)
+    operations = _read_operations(r, tensors)
+    wire_dtype = r.column("wire_dtype", len(operations))
+    check_range(r, "wire_dtype", wire_dtype, 0, len(NAMES) - 1)
+    stages = r.integer("stages", 1, _MAX_COUNT)
+    stage = r.column("stage", len(operations) if stages > 1 else 0)
+    check_range(r, "stage", stage, 0, stages - 1)
+    part = RankPart(
+        instance=instance,
+        instance_index=r.integer("instance_index", 0, _MAX_RANKS),
+        is_trainer=is_trainer,
+        rank=r.integer("rank", 0, _MAX_RANKS if is_trainer else instance_ranks - 1),
+        trainer_ranks=tuple(trainer_ranks.tolist()),
+        instance_ranks=instance_ranks,
+        table_fingerprint=_read_one_text(r, "table_fingerprint"),
+        tensors=tensors,
+        operations=operations,
+        wire_dtype=wire_dtype,
+        digests=_read_digest_rows(r, tensors),
+        bucket_bytes=r.integer("bucket_bytes", 1, _MAX_NOTED_BYTES),
+        stage=stage if stages > 1 else None,
+        stages=stages,
+        verify=_read_verify(r),
+    )
+    r.finish()
+    _check_part(r, part)
+    return part
+
+
+def encode_digests(report: DigestReport) -> bytes:
+    """A rank's digests as one frame."""
+    w = FrameWriter(WIRE_VERSION, _DIGESTS)
+    w.strings("instance", () if report.instance is None else (report.instance,))
+    w.field("rank", report.rank)
+    w.column("cell", report.cell)
+    w.words("digest", report.digest)
+    for name in ValueCounts._fields:
+        w.column(f"values.{name}", getattr(report.values, name))
+    return w.finish()
+
+
+def decode_digests(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> DigestReport:
+    """The digests in a frame, validated. Raises WireError."""
+    r = FrameReader(data, version=WIRE_VERSION, kind=_DIGESTS, what="digest report", max_bytes=max_bytes)
+    instance = _read_one_text(r, "instance") if r.count("instance") else None
+    if instance is None:
+        r.strings("instance")
+    count = r.count("cell")
+    cell = r.column("cell", count)
+    check_range(r, "cell", cell, 0, _MAX_COUNT)
+    rank, digest = r.integer("rank", 0, _MAX_RANKS), r.words("digest", count)
+    report = DigestReport(instance, rank, cell, digest, _read_values(r, count))
+    r.finish()
+    return report
+
+
+def _read_values(r: FrameReader, rows: int) -> ValueCounts:
+    count = r.count("values.row")
+    values = ValueCounts(*(r.column(f"values.{name}", count) for name in ValueCounts._fields))
+    check_range(r, "row of values", values.row, 0, rows - 1)
+    if (np.diff(values.row) <= 0).any():
+        raise r.error("counts values of rows that do not ascend")
+    for name in ValueCounts._fields[1:]:
+        check_range(r, f"values that are {name}", getattr(values, name), 0, _MAX_COUNT)
+    return values
+
+
+def _read_verify(r: FrameReader) -> Verify:
+    name = _read_one_text(r, "verify")
+    if name not in {mode.value for mode in Verify}:
+        raise r.error(f"has verify {name!r:.200}, expected {', '.join(Verify)}")
+    return Verify(name)
+
+
+def _read_one_text(r: FrameReader, name: str) -> str:
+    found = r.strings(name)
+    if len(found) != 1:
+        raise r.error(f"has {len(found)} texts in {name}, expected 1")
+    return found[0]
+
+
+def _write_placement(w: FrameWriter, placement: RankPlacement | None) -> None:
+    w.field("has_placement", placement is not None)
+    if placement is None:
+        return
+    whole = placement.placement
+    w.field("layers", whole.num_layers)
+    w.field("num_logical", whole.num_logical)
+    w.field("ep_size", whole.ep_size)
+    w.column("physical_to_logical", whole.physical_to_logical.reshape(-1))
+    for name in ("storage_rank", "num_local_routed", "num_global_routed", "num_shared"):
+        w.field(name, getattr(placement, name))
+
+
+def _read_placement(r: FrameReader) -> RankPlacement | None:
+    if not r.flag("has_placement"):
+        return None
+    count = r.count("physical_to_logical")
+    layers = r.integer("layers", 1, max(count, 1))
+    if count % layers:
+        raise r.error(f"has a placement of {count} entries, which {layers} layers do not divide")
+    whole = ExpertPlacement(
+        r.column("physical_to_logical", count).reshape(layers, -1),
+        r.integer("num_logical", 1, max(count, 1)),
+        r.integer("ep_size", 1, _MAX_RANKS),
+    )
+    return RankPlacement(
+        whole,
+        r.integer("storage_rank", 0, _MAX_RANKS),
+        r.integer("num_local_routed", 0, max(count, 1)),
+        r.integer("num_global_routed", 0, _MAX_COUNT),
+        r.integer("num_shared", 0, _MAX_RANKS),
+    )
+
+
+def _write_notes(w: FrameWriter, notes: LayoutNotes) -> None:
+    w.field("parameter_bytes", notes.parameter_bytes)
+    w.field("padding_bytes", notes.padding_bytes)
+    w.strings("derived", notes.derived)
+    w.strings("left_out", tuple(name for name, _ in notes.left_out))
+    w.strings("left_out_reason", tuple(reason for _, reason in notes.left_out))
+    w.matrix("dispatch", notes.dispatch)
+    w.field("dispatch_shared", notes.dispatch_shared)
+
+
+def _read_notes(r: FrameReader) -> LayoutNotes:
+    left_out, reasons = r.strings("left_out"), r.strings("left_out_reason")
+    if len(left_out) != len(reasons):
+        raise r.error(f"leaves out {len(left_out)} tensors with {len(reasons)} reasons")
+    dispatch = r.matrix("dispatch", r.count("dispatch.0"), 3)
+    check_range(r, "dispatch entry", dispatch.reshape(-1), 0, _MAX_COUNT)
+    parameter_bytes = r.integer("parameter_bytes", 0, _MAX_NOTED_BYTES)
+    return LayoutNotes(
+        parameter_bytes=parameter_bytes,
+        padding_bytes=r.integer("padding_bytes", 0, parameter_bytes),
+        derived=r.strings("derived"),
+        left_out=tuple(zip(left_out, reasons, strict=True)),
+        dispatch=dispatch,
+        dispatch_shared=r.flag("dispatch_shared"),
+    )
+
+
+def _read_operations(r: FrameReader, tensors: TensorTable) -> Operations:
+    count = r.count("operations.kind")
+    read = {name: r.column(f"operations.{name}", count) for name in _OPERATION_COLUMNS}
+    boxes = {name: r.matrix(f"operations.{name}", count, tensors.width) for name in ("offset", "size")}
+    check_range(r, "kind", read["kind"], min(Kind), max(Kind))
+    check_range(r, "src_instance", read["src_instance"], TRAINER, _MAX_RANKS)
+    for name in ("src_rank", "instance", "dst_rank"):
+        check_range(r, name, read[name], 0, _MAX_RANKS)
+    for name in ("src_region", "dst_region"):
+        check_range(r, name, read[name], 0, _MAX_COUNT)
+    check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
+    return Operations(**read, **boxes)
+
+
+def _read_digest_rows(r: FrameReader, tensors: TensorTable) -> DigestRows:
+    count = r.count("digests.cell")
+    read = {name: r.column(f"digests.{name}", count) for name in _DIGEST_COLUMNS}
+    boxes = {name: r.matrix(f"digests.{name}", count, tensors.width) for name in ("offset", "size")}
+    check_range(r, "instance of digests", read["instance"], TRAINER, _MAX_RANKS)
+    check_range(r, "rank of digests", read["rank"], 0, _MAX_RANKS)
+    check_range(r, "dtype of digests", read["dtype"], 0, len(NAMES) - 1)
+    for name in ("region", "cell"):
+        check_range(r, f"{name} of digests", read[name], 0, _MAX_COUNT)
+    check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
+    return DigestRows(**read, **boxes)
+
+
+def _check_part(r: FrameReader, part: RankPart) -> None:
+    """Every operation is one this rank takes part in, and every digest row is its own."""
+    o, me, index = part.operations, part.rank, part.instance_index
+    if part.is_trainer:
+        mine = (o.src_instance == TRAINER) & (o.src_rank == me)
+    else:
+        mine = (o.instance == index) & (o.dst_rank == me) | (o.src_instance == index) & (o.src_rank == me)
+    sends = o.kind == Kind.SEND
+    known_sender = np.isin(o.src_rank, np.array(part.trainer_ranks, dtype=np.int64))
+    copies = (o.kind == Kind.COPY) & ((o.src_instance != o.instance) | (o.src_rank != o.dst_rank))
+    for bad, fault in (
+        (~mine, "does not have this rank as sender or receiver"),
+        (sends != (o.src_instance == TRAINER), "is sent by the trainer and is no send, or the other way"),
+        (sends & ~known_sender, "is sent by a trainer rank that is no member of the communicator"),
+        ((o.instance == index) & (o.dst_rank >= part.instance_ranks), "goes to a rank the instance does not have"),
+        (copies, "copies between two ranks"),
+    ):
+        if bad.any():
+            raise r.error(f"for rank {me} has operation {int(bad.argmax())}, which {fault}")
+    d = part.digests
+    foreign = (d.instance != (TRAINER if part.is_trainer else index)) | (d.rank != me)
+    if foreign.any():
+        raise r.error(f"for rank {me} has digest row {int(foreign.argmax())} of another rank")
