@@ -19,6 +19,7 @@ import httpx
 
 from weightcast.gateway.addresses import transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
+from weightcast.gateway.records import Order
 from weightcast.transfer import errors
 from weightcast.transfer.errors import (
     ControlError,
@@ -52,7 +53,7 @@ _ONCE = 1.0
 class Orders(NamedTuple):
     """Orders of an instance, which life of the pair gave them (`Pair.boot`), and how many it has given."""
 
-    orders: list[dict[str, Any]]
+    orders: list[Order]
     boot: str
     given: int
 
@@ -264,7 +265,7 @@ class GatewayClient:
         return list(found["instances"]), int(found["first_order"])
 
     def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
-        """Orders for all instances of a pair, each with its "instance"; else like `orders`."""
+        """Orders for all instances of a pair, for the trainer; else like `orders`."""
         return self._orders(f"/pairs/{pair}/orders", after, wait, known)
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
@@ -382,9 +383,9 @@ class GatewayClient:
         stale: str,
         layers: list[int] | None,
         deadline: float,
-    ) -> dict[str, Any]:
-        """Reports a rank's check before the transfer, see `Instance.ready`, and waits for what it is to do: an order
-        "run", or "end" when the update was called off.
+    ) -> tuple[int, Order]:
+        """Reports a rank's check before the transfer, see `Instance.ready`. Waits for the next order, RUN, or END when
+        the update was called off, and returns its number with it.
         """
         base = self._base(pair, instance, epoch)
         wait = max(0.0, min(self._longest_poll, deadline - time.monotonic()))
@@ -392,7 +393,8 @@ class GatewayClient:
         answer = self._call("POST", f"{base}/ranks/{rank}/ready", params={"wait": wait}, json=body)
         if answer.status_code == httpx.codes.NO_CONTENT:
             answer = self._poll(f"{base}/go", deadline, f"the go-ahead for {instance}")
-        return dict(answer.json())
+        record = answer.json()
+        return int(record["number"]), Order.parse(record)
 
     def moved(self, pair: str, instance: str, epoch: int, rank: int, version: int, layers: list[int]) -> None:
         """Reports layers whose placement changed during the transfer, in place of digests."""
@@ -426,7 +428,7 @@ class GatewayClient:
 
 
 def _orders_of(answer: dict[str, Any]) -> Orders:
-    return Orders(list(answer["orders"]), str(answer["boot"]), int(answer["given"]))
+    return Orders([Order.parse(record) for record in answer["orders"]], str(answer["boot"]), int(answer["given"]))
 
 
 def _error_of(response: httpx.Response, what: str) -> WeightcastError:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from weightcast.gateway.settings import Settings
+from weightcast.transfer.errors import WireError
 from weightcast.transfer.layout.summaries import number_ranges
 from weightcast.transfer.plan.verification import Verify
 from weightcast.transfer.planner.topology import Topology
 
 __all__ = [
+    "Action",
     "CommitPolicy",
     "DigestCounts",
     "EngineSpec",
@@ -21,7 +24,6 @@ __all__ = [
     "PairSpec",
     "PauseMode",
     "UpdateRecord",
-    "as_json",
 ]
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -125,30 +127,71 @@ class PairSpec:
     uid: str = field(default="", compare=False)
 
 
+class Action(StrEnum):
+    """Step that an order asks of the ranks of an instance's communicator."""
+
+    REGISTER = "register"
+    """Describe yourself for the epoch; for ranks without an engine API."""
+    JOIN = "join"
+    """Fetch the part of the epoch, and join."""
+    CONNECTED = "connected"
+    """All have joined."""
+    PREPARE = "prepare"
+    """Check that the layout still holds, then report ready."""
+    RUN = "run"
+    """Transfer the version, or some layers of it alone."""
+    END = "end"
+    """The update to the version is over, committed or not. Without a version, only what was begun of it is over."""
+    FAILED = "failed"
+    """The connect is over, and failed."""
+    LEFT = "left"
+    """The instance is no longer one of the pair."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the ranks of an instance's communicator are to do next.
+    """Next step of the ranks of an instance's communicator, as the gateway gives it and the ranks read it.
 
-    `action` is "register" (describe yourself for `epoch`; for ranks without an engine API), "join" (fetch the part of
-    `epoch` and join), "connected", "prepare" (check that the layout still holds, then report ready), "run" (transfer
-    `version`; of `layers` alone if there are any), "end" (the update to `version` is over: committed or not, and why;
-    without a version, what was begun of it is), "failed" (connecting is), "left" (the instance is no longer one of the
-    pair). `version` of "register", "join" and "connected" is that of the update that they belong to, None outside of
-    one. `trainer` is the generation of the trainer for which the connect or update began.
+    `version` of REGISTER, JOIN and CONNECTED is that of the update that they belong to, None outside of one. `layers`
+    are those that RUN sends, None for all. `trainer` is the generation of the trainer for which the connect or update
+    began.
     """
 
-    action: str
+    action: Action
     epoch: int
     version: int | None = None
     committed: bool = False
     reason: str = ""
     layers: tuple[int, ...] | None = None
     trainer: int = 0
+    instance: str = ""
 
+    def as_json(self) -> dict[str, Any]:
+        """Fields by name, as they are sent."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
-def as_json(order: Order) -> dict[str, Any]:
-    """An order's fields by name."""
-    return {name: getattr(order, name) for name in order.__slots__}
+    @classmethod
+    def parse(cls, record: Mapping[str, Any]) -> Order:
+        """Reads an order as it was sent; fields of later versions are passed over.
+
+        Raises WireError for an action or a field that is not as this version knows it.
+        """
+        try:
+            known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+            layers = known.get("layers")
+            known |= {"action": Action(known["action"]), "layers": None if layers is None else tuple(layers)}
+            return cls(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(
+                f"the gateway gives an order that this version does not know ({error}); run the same version of "
+                "weightcast on both sides"
+            ) from error
+
+    def ends_update(self, version: int | None = None) -> bool:
+        """True for the last order of an update: of any, or of the one to `version`."""
+        if self.action is Action.LEFT:
+            return True
+        return self.action is Action.END and self.version is not None and version in (None, self.version)
 
 
 @dataclass(frozen=True, slots=True)

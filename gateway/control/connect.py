@@ -16,7 +16,7 @@ from weightcast.gateway.control.instance_state import Event, Phase
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout, TrainerLayout, merge_instance, merge_trainer
-from weightcast.gateway.records import Order
+from weightcast.gateway.records import Action, Order
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
 from weightcast.transfer.plan.parts import PlanParts
@@ -59,7 +59,7 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
             await instance.save()  # a later life of the gateway must not count this epoch again
         except ControlError as error:
             instance.stop(error)
-        await pair.give(instance, Order("register", instance.record.epoch, pair.updating))
+        await pair.give(instance, Order(Action.REGISTER, instance.record.epoch, pair.updating))
         calls[instance.name] = watched(instance, _engine_connect(instance, host, port))
     layouts = await asyncio.gather(*(_merge_instance(pair, i) for i in instances), return_exceptions=True)
     good: dict[str, InstanceLayout] = {}
@@ -141,7 +141,7 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
         instance = pair.instances[name]
         instance.parts, instance.checks = parts, checks
         instance.on(Event.PLAN)
-        await pair.give(instance, Order("join", instance.record.epoch))
+        await pair.give(instance, Order(Action.JOIN, instance.record.epoch))
 
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
@@ -162,7 +162,7 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
         if instance.failure is not None:
             raise instance.failure
         instance.on(Event.CONNECT)
-        await pair.give(instance, Order("connected", instance.record.epoch, pair.updating))
+        await pair.give(instance, Order(Action.CONNECTED, instance.record.epoch, pair.updating))
     except Exception as error:  # whatever it is, the ranks have to be told
         await _give_up(call)
         await _connect_failed(pair, instance, as_weightcast_error(error))
@@ -179,7 +179,7 @@ async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError
     log.error("pair %s instance %s: connect failed: %s", pair.spec.name, instance.name, error, extra=where)
     instance.stop(error)
     instance.on(Event.FAIL, reason=str(error))
-    await pair.give(instance, Order("failed", instance.record.epoch, pair.updating, reason=str(error)))
+    await pair.give(instance, Order(Action.FAILED, instance.record.epoch, pair.updating, reason=str(error)))
 
 
 def watched(instance: Instance, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -21,7 +21,7 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Journal, Side
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
-from weightcast.gateway.records import EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
+from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
@@ -157,7 +157,7 @@ class Instance(Side):
     def running(self) -> int | None:
         """The epoch whose ranks were told to run, and nothing since; None if that is over."""
         last = self.orders.last
-        return last.epoch if last is not None and last.action == "run" else None
+        return last.epoch if last is not None and last.action is Action.RUN else None
 
     @property
     def group(self) -> str:
@@ -447,10 +447,10 @@ class Instance(Side):
             # Of this epoch: the next one may have begun before this rank was woken. None at all: an earlier life of
             # the gateway gave them.
             mine = (found for found in self.orders.latest() if found[1].epoch == epoch)
-            return next(mine, (self.orders.count, Order("end", epoch, reason=RESTARTED)))
+            return next(mine, (self.orders.count, Order(Action.END, epoch, reason=RESTARTED)))
 
         def decided() -> bool:
-            return last()[1].action in ("run", "end", "failed", "left")
+            return last()[1].action in (Action.RUN, Action.END, Action.FAILED, Action.LEFT)
 
         await self.poll(decided, wait)
         return last() if decided() else None

@@ -23,7 +23,7 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Journal, Side
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
-from weightcast.gateway.records import EngineSpec, Order, PairSpec, UpdateRecord
+from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, UpdateRecord
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     AbsentError,
@@ -97,7 +97,7 @@ class Pair(Side):
         self.incarnations = Incarnations(spec.name, processes)
         self.acting = 0
         self.asking: dict[asyncio.Task[Any], Incarnation] = {}
-        self.orders: Journal[tuple[str, Order]] = Journal(KEPT_ORDERS)
+        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self._first_order = 0
         self.sent = Sent()
         self._result: tuple[dict[str, UpdateRecord], str] | None = None
@@ -130,12 +130,12 @@ class Pair(Side):
 
     async def give(self, instance: Instance, order: Order) -> None:
         """Gives an order to the ranks of an instance's communicator, for the trainer of the step under way."""
-        order = replace(order, trainer=self.acting)
-        self.orders.add((instance.name, order))
+        order = replace(order, trainer=self.acting, instance=instance.name)
+        self.orders.add(order)
         await instance.give(order)
         self.notify()
 
-    async def orders_from(self, after: int, wait: float) -> list[tuple[str, Order]]:
+    async def orders_from(self, after: int, wait: float) -> list[Order]:
         """The orders of all instances from number `after` on; empty when there is none within `wait` seconds."""
         await self.poll(lambda: self.orders.count > after, wait)
         return self.orders.since(after)
@@ -388,8 +388,9 @@ class Pair(Side):
                 instance.leaving = False
                 instance.on(Event.LEAVE)
                 self.planners = {names: p for names, p in self.planners.items() if instance.name not in names}
-                left = Order("left", instance.record.epoch, reason=str(instance.failure or ""), trainer=self.generation)
-                self.orders.add((instance.name, left))
+                reason, epoch = str(instance.failure or ""), instance.record.epoch
+                left = Order(Action.LEFT, epoch, reason=reason, trainer=self.generation, instance=instance.name)
+                self.orders.add(left)
                 instance.orders.add(left)
                 instance.notify()
                 self.notify()

@@ -25,7 +25,7 @@ from weightcast.gateway.control.instance import Instance, absent
 from weightcast.gateway.control.instance_state import Event, Phase, advance
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.merge import InstanceLayout
-from weightcast.gateway.records import DigestCounts, NonFinite, Order, UpdateRecord
+from weightcast.gateway.records import Action, DigestCounts, NonFinite, Order, UpdateRecord
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
@@ -103,7 +103,7 @@ async def _refuse(pair: Pair, instance: Instance, version: int, error: Weightcas
     where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
     log.error("pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=where)
     record = UpdateRecord(version, False, instance.record.fenced, str(error), 0.0)
-    await pair.give(instance, Order("end", instance.record.epoch, version, reason=str(error)))
+    await pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)))
     return record
 
 
@@ -149,7 +149,7 @@ class _Update:
         )
         instance.updates.append(record)
         pair.updated(instance.pair, instance.name, record)
-        await pair.give(instance, Order("end", instance.record.epoch, version, committed=committed, reason=reason))
+        await pair.give(instance, Order(Action.END, instance.record.epoch, version, committed=committed, reason=reason))
         return record
 
     async def _until_committed(self) -> DigestCounts:
@@ -224,7 +224,7 @@ class _Update:
         await instance.save()
         await self._asked("pause", instance.driver.pause())
         await self._asked("begin the update", instance.driver.begin())
-        await pair.give(instance, Order("prepare", instance.record.epoch, version))
+        await pair.give(instance, Order(Action.PREPARE, instance.record.epoch, version))
         call = watched(instance, instance.driver.transfer(instance.group))
         try:
             await self._prepare(call)
@@ -234,11 +234,11 @@ class _Update:
             await instance.store.save(instance.saved(fenced))  # before the first byte, not after it
             instance.adopt(fenced, Event.TRANSFER)
             layers = None if instance.resend is None else tuple(sorted(instance.resend))
-            await pair.give(instance, Order("run", instance.record.epoch, version, layers=layers))
+            await pair.give(instance, Order(Action.RUN, instance.record.epoch, version, layers=layers))
             await self._transfer(call)
         except Exception as error:
             # Ranks that are ready wait for the order to begin, and those that run for others that may be gone.
-            await pair.give(instance, Order("end", instance.record.epoch, reason=str(error)))
+            await pair.give(instance, Order(Action.END, instance.record.epoch, reason=str(error)))
             raise
         finally:
             await self._over(call)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from weightcast.gateway.client import POLL, GatewayClient, Orders
 from weightcast.gateway.ranks.digests import PartDigests
@@ -28,6 +27,7 @@ from weightcast.gateway.ranks.membership import (
     join,
     report_of,
 )
+from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
@@ -207,19 +207,19 @@ class InstanceWorker:
             layers = None if change.layers is None else list(change.layers)
             where = (self._pair, self._instance, self._epoch)
             deadline = time.monotonic() + self._waits.gateway
-            order = self._client.ready(*where, self._rank, change.text, layers, deadline)
-            if order["action"] != "run":
-                raise StalePlanError(f"the update was called off: {order['reason']}")
+            number, order = self._client.ready(*where, self._rank, change.text, layers, deadline)
+            if order.action is not Action.RUN:
+                raise StalePlanError(f"the update was called off: {order.reason}")
             if self._cursor is not None:
-                self._cursor = int(order["number"]) + 1  # it need not be asked for
-            executor = member.executor_for(order["layers"], self._described())
+                self._cursor = number + 1  # it need not be asked for
+            executor = member.executor_for(order.layers, self._described())
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
             self._run = Run(self._epoch, member.group)
             self._still_wanted()
             self.memory.uncommitted, self.memory.verified = True, None
-            self._target = int(order["version"])
-            self.memory.followed, self.memory.followed_in = int(order["trainer"]), self._pair
+            self._target = order.version
+            self.memory.followed, self.memory.followed_in = order.trainer, self._pair
             labels = {"pair": self._pair, "version": self._target}
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
@@ -370,9 +370,9 @@ class InstanceWorker:
         self._live()
         found = self._client.orders(self._pair, self._instance, 0, 0.0)
         self._boot = found.boot
-        last = found.orders[-1]["action"] if found.orders else "left"
-        if last in ("register", "left"):
-            return found.given - (last == "register")
+        last = found.orders[-1].action if found.orders else Action.LEFT
+        if last in (Action.REGISTER, Action.LEFT):
+            return found.given - (last is Action.REGISTER)
         self._client.restarted(self._pair, self._instance, self._rank)
         return found.given
 
@@ -396,15 +396,15 @@ class InstanceWorker:
         self._boot, self._cursor = boot, 0
         return self.version if same and self.version != before else None
 
-    def _is_last(self, order: dict[str, Any]) -> bool:
+    def _is_last(self, order: Order) -> bool:
         """Whether an order ends a connect or an update; within an update connecting does not end it."""
-        if order["action"] in ("connected", "failed"):
-            return order["version"] is None
-        return order["action"] in ("end", "left") and not (order["action"] == "end" and order["version"] is None)
+        if order.action in (Action.CONNECTED, Action.FAILED):
+            return order.version is None
+        return order.ends_update()
 
-    def _committed(self, order: dict[str, Any]) -> int | None:
+    def _committed(self, order: Order) -> int | None:
         """The version of an order that ends an update, if it was committed and this worker has verified it."""
-        if not order["committed"] or order["version"] != self.memory.verified:
+        if not order.committed or order.version != self.memory.verified:
             return None
         self.commit()
         return self.version
@@ -415,21 +415,21 @@ class InstanceWorker:
             self.memory.uncommitted = self.memory.unconfirmed = False
             self.memory.version = self.memory.verified
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _obey(self, order: Order) -> None:
         """One order; failures are told to the gateway, which ends the connect or update."""
         with suppress(WeightcastError):
-            if order["action"] == "register":
+            if order.action is Action.REGISTER:
                 self.disconnect()
-                self._epoch = order["epoch"]
-                self._telling(lambda: self._register(order["epoch"]))
-            elif order["action"] == "join":
-                epoch = order["epoch"]
+                self._epoch = order.epoch
+                self._telling(lambda: self._register(order.epoch))
+            elif order.action is Action.JOIN:
+                epoch = order.epoch
                 self._telling(lambda: self._join(epoch, lambda error: self._tell(error, epoch)))
-            elif order["action"] in ("connected", "prepare"):
+            elif order.action in (Action.CONNECTED, Action.PREPARE):
                 self._finish_join()
-            elif order["action"] != "run":
+            elif order.action is not Action.RUN:
                 self._give_up_join()
-            if order["action"] == "prepare":
+            if order.action is Action.PREPARE:
                 self.transfer()
                 self.verify()
         if self._displaced is not None:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from weightcast.gateway.client import POLL, GatewayClient
+from weightcast.gateway.records import Order
 from weightcast.transfer.errors import ControlError, DeadlineError
 
 __all__ = ["Follow", "OrderFeed"]
 
-Order: TypeAlias = dict[str, Any]
 Follow: TypeAlias = Callable[[str, Callable[[], Order]], None]
 """What is done for one instance, given its name and a call that waits for its next order."""
 
@@ -78,7 +78,7 @@ class OrderFeed:
         left = set(queues)
         while left:
             for order in self._next(left):
-                name = order["instance"]
+                name = order.instance
                 if name in left:
                     seen(order)
                     queues[name].put(order)

@@ -21,6 +21,7 @@ from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, report_of
 from weightcast.gateway.ranks.orders import OrderFeed
+from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.colocated.host_memory import share_memory
 from weightcast.transfer.colocated.offers import Share
@@ -116,7 +117,9 @@ class TrainerWorker:
         self._feed(registered.first_order, registered.boot).follow(
             names,
             self._follow_connect,
-            lambda order: order["trainer"] >= self._generation and order["action"] in ("connected", "failed", "left"),
+            lambda order: (
+                order.trainer >= self._generation and order.action in (Action.CONNECTED, Action.FAILED, Action.LEFT)
+            ),
             lost=self._give_up,
         )
 
@@ -174,7 +177,7 @@ class TrainerWorker:
         self._feed(first_order, boot).follow(
             names,
             lambda name, take: self._follow_update(name, version, take, reports),
-            lambda order: order["action"] == "left" or (order["action"] == "end" and order["version"] == version),
+            lambda order: order.ends_update(version),
             self._call_off,
             self._give_up,
         )
@@ -214,27 +217,27 @@ class TrainerWorker:
         for member in self._members.values():
             member.rebind(layout)
 
-    def _follow_connect(self, name: str, take: Callable[[], dict[str, Any]]) -> None:
+    def _follow_connect(self, name: str, take: Callable[[], Order]) -> None:
         while True:
             order = take()
-            if order["trainer"] < self._generation:
+            if order.trainer < self._generation:
                 continue
-            if order["action"] == "join":
-                self._join(name, order["epoch"])
-            elif order["action"] == "connected":
+            if order.action is Action.JOIN:
+                self._join(name, order.epoch)
+            elif order.action is Action.CONNECTED:
                 self._finish_join(name)
                 return
             else:
                 self._leave_join(name)
-                if order["action"] == "failed":
+                if order.action is Action.FAILED:
                     self._raise_failure(name, order)
-                if order["action"] == "left":
+                if order.action is Action.LEFT:
                     return
 
-    def _raise_failure(self, name: str, order: dict[str, Any]) -> None:
+    def _raise_failure(self, name: str, order: Order) -> None:
         """The gateway keeps the failure as an error of its own class; asking for the part raises it."""
-        self._client.part(self._pair, name, order["epoch"], "trainer", self._rank, time.monotonic() + 5.0)
-        raise UpdateError(f"instance {name} did not connect: {order['reason']}")
+        self._client.part(self._pair, name, order.epoch, "trainer", self._rank, time.monotonic() + 5.0)
+        raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
     def _join(self, name: str, epoch: int) -> None:
         if name in self._members:
@@ -271,23 +274,23 @@ class TrainerWorker:
             joining.abandon()
 
     def _follow_update(
-        self, name: str, version: int, take: Callable[[], dict[str, Any]], reports: dict[str, TransferReport]
+        self, name: str, version: int, take: Callable[[], Order], reports: dict[str, TransferReport]
     ) -> None:
         joined = False
         while True:
             order = take()
-            if order["action"] == "join":
-                self._join(name, order["epoch"])
+            if order.action is Action.JOIN:
+                self._join(name, order.epoch)
                 joined = True
-            elif order["action"] == "connected":
+            elif order.action is Action.CONNECTED:
                 self._finish_join(name)
-            elif order["action"] == "prepare" and order["version"] == version:
-                self._report_first_pass(name, order["epoch"], version)
-            elif order["action"] == "run" and order["version"] == version:
-                self._run(name, order, reports, since=time.monotonic() if joined else 0.0)
-            elif order["action"] in ("register", "failed", "end", "left"):
+            elif order.action is Action.PREPARE and order.version == version:
+                self._report_first_pass(name, order.epoch, version)
+            elif order.action is Action.RUN and order.version == version:
+                self._run(name, version, order, reports, since=time.monotonic() if joined else 0.0)
+            elif order.action in (Action.REGISTER, Action.FAILED, Action.END, Action.LEFT):
                 self._leave_join(name)
-                if order["action"] == "left" or (order["action"] == "end" and order["version"] == version):
+                if order.ends_update(version):
                     return
 
     def _labels(self, version: int) -> dict[str, object]:
@@ -307,17 +310,17 @@ class TrainerWorker:
             if not isinstance(error, WeightcastError):
                 raise
 
-    def _run(self, name: str, order: dict[str, Any], reports: dict[str, TransferReport], since: float) -> None:
+    def _run(self, name: str, version: int, order: Order, reports: dict[str, TransferReport], since: float) -> None:
         """Sends this rank's part, digests once more and reports that; a failure is told to the gateway, which ends the
         update. `since` is as in `SharedDigests.second`.
         """
         member, layout = self._members.get(name), self._layout
-        epoch, version = order["epoch"], order["version"]
+        epoch = order.epoch
         run: Run | None = None
         try:
             if member is None or layout is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
-            executor = member.executor_for(order["layers"], layout)
+            executor = member.executor_for(order.layers, layout)
             labels = self._labels(version)
             if executor is not None and member.group is not None:
                 run = self._running[name] = Run(epoch, member.group)
@@ -339,12 +342,12 @@ class TrainerWorker:
         finally:
             self._running.pop(name, None)
 
-    def _call_off(self, order: dict[str, Any]) -> None:
+    def _call_off(self, order: Order) -> None:
         """Ends a run that the gateway has given up: from a host that is cut off nothing comes, not even an error."""
-        run = self._running.get(order["instance"])
-        if run is not None and (order["epoch"] != run.epoch or order["action"] in ("end", "failed", "left")):
-            where = {"pair": self._pair, "instance": order["instance"], "rank": self._rank}
-            log.warning("the run is called off: %s", order["reason"], extra=where)
+        run = self._running.get(order.instance)
+        if run is not None and (order.epoch != run.epoch or order.action in (Action.END, Action.FAILED, Action.LEFT)):
+            where = {"pair": self._pair, "instance": order.instance, "rank": self._rank}
+            log.warning("the run is called off: %s", order.reason, extra=where)
             run.call_off()
 
     def _tell(self, name: str, epoch: int, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.control.instance import Holding, Instance
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.records import Order, as_json
+from weightcast.gateway.records import Order
 from weightcast.gateway.server.bodies import (
     MAX_IDENTITY,
     BeatBody,
@@ -108,7 +108,7 @@ class _Routes:
         """The orders of an instance that are asked for."""
         pair, found = self.pair(asked), self.instance(asked)
         new = await found.orders_from(*_polling(asked, pair))
-        return _listed([as_json(order) for order in new], pair, found.orders.count)
+        return _listed(new, pair, found.orders.count)
 
 
 def hot_routes(gateway: Gateway) -> list[HotRoute]:
@@ -128,7 +128,7 @@ def _orders(routes: _Routes) -> None:
     async def pair_orders(asked: Asked) -> Reply:
         pair = routes.pair(asked)
         new = await pair.orders_from(*_polling(asked, pair))
-        return _listed([{"instance": instance, **as_json(order)} for instance, order in new], pair, pair.orders.count)
+        return _listed(new, pair, pair.orders.count)
 
     @routes.add("GET", _INSTANCE + "/orders", Speaker.INSTANCE)
     async def orders(asked: Asked) -> Reply:
@@ -287,9 +287,9 @@ def _polling(asked: Asked, pair: Pair) -> tuple[int, float]:
     return asked.whole("after", "0") if here else 1 << 62, asked.wait() if here else 0.0
 
 
-def _listed(orders: list[dict[str, object]], pair: Pair, count: int) -> Reply:
+def _listed(orders: list[Order], pair: Pair, count: int) -> Reply:
     """Orders, which life of the pair gave them, and how many it has given."""
-    return json_reply({"orders": orders, "boot": pair.boot, "given": count})
+    return json_reply({"orders": [order.as_json() for order in orders], "boot": pair.boot, "given": count})
 
 
 def _label(asked: Asked) -> str:
@@ -299,4 +299,4 @@ def _label(asked: Asked) -> str:
 
 
 def _numbered(order: tuple[int, Order] | None) -> Reply:
-    return NOTHING if order is None else json_reply({"number": order[0], **as_json(order[1])})
+    return NOTHING if order is None else json_reply({"number": order[0], **order[1].as_json()})

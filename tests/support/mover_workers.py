@@ -15,6 +15,7 @@ from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.ranks.instance import InstanceWorker
 from weightcast.gateway.ranks.membership import Member
 from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast.gateway.records import Action, Order
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.executor import Executor
 
@@ -161,9 +162,9 @@ def _note_ends(worker: InstanceWorker, ended: list[int]) -> None:
     """Adds the version of each update that is over, committed or not."""
     committed = worker._committed
 
-    def noting(order: dict[str, Any]) -> int | None:
-        if order["action"] == "end":
-            ended.append(order["version"])
+    def noting(order: Order) -> int | None:
+        if order.action is Action.END:
+            ended.append(order.version)
         return committed(order)
 
     worker._committed = noting  # type: ignore[method-assign]
@@ -174,12 +175,12 @@ def _move_during_transfers(worker: InstanceWorker, engine: _Engine, left: dict[i
     ready, executor_for = worker._client.ready, Member.executor_for
     armed: list[bool] = []
 
-    def watching(*arguments: Any) -> dict[str, Any]:
-        order = ready(*arguments)
-        if order["action"] == "run" and left.get(order["version"], 0):
-            left[order["version"]] -= 1
+    def watching(*arguments: Any) -> tuple[int, Order]:
+        number, order = ready(*arguments)
+        if order.action is Action.RUN and left.get(order.version, 0):
+            left[order.version] -= 1
             armed.append(True)
-        return order
+        return number, order
 
     def moving(member: Member, *arguments: Any) -> Any:
         executor = executor_for(member, *arguments)

@@ -134,10 +134,10 @@ def _end_in_transfer(worker: InstanceWorker, version: int) -> None:
     ask = worker._client.ready
 
     def ready(*asked: Any) -> Any:
-        order = ask(*asked)
-        if order["version"] == version and passed_on(worker):
+        number, order = ask(*asked)
+        if order.version == version and passed_on(worker):
             os.kill(os.getpid(), signal.SIGKILL)
-        return order
+        return number, order
 
     worker._client.ready = ready  # type: ignore[method-assign]
 

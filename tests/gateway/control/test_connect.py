@@ -409,9 +409,9 @@ def test_a_trainer_that_starts_twice_before_its_turn_is_connected_once() -> None
             await pair.register_trainer(0, report, start)
             gateway.start_connect("main")
         pair.busy.release()
-        await pair.poll(lambda: any(order.action == "failed" for _, order in pair.orders.since(0)), 20.0)
+        await pair.poll(lambda: any(order.action == "failed" for order in pair.orders.since(0)), 20.0)
         await asyncio.gather(*gateway._tasks)
-        registers = [order.trainer for _, order in pair.orders.since(0) if order.action == "register"]
+        registers = [order.trainer for order in pair.orders.since(0) if order.action == "register"]
         assert registers == [pair.generation]
         await gateway.close()
 

@@ -1,0 +1,40 @@
+"""Orders as they are sent: what a gateway gives is what a rank reads, and nothing else is obeyed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weightcast.gateway.records import Action, Order
+from weightcast.transfer.errors import WireError
+
+FULL = Order(Action.RUN, 3, 7, True, "why", (1, 4), 2, "rollout-0")
+
+
+@pytest.mark.parametrize("action", Action)
+def test_an_order_comes_as_it_was_given(action: Action) -> None:
+    for order in (Order(action, 3), Order(action, 3, 7, True, "why", (1, 4), 2, "rollout-0"), Order(action, 0, 0)):
+        assert Order.parse(json.loads(json.dumps(order.as_json()))) == order
+
+
+def test_fields_of_later_versions_are_passed_over() -> None:
+    assert Order.parse({**FULL.as_json(), "colour": "red"}) == FULL
+
+
+@pytest.mark.parametrize("wrong", [{"action": "jump"}, {"action": None}, {"layers": 3}])
+def test_what_is_not_known_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(WireError, match=r"an order that this version does not know .*same version"):
+        Order.parse({**FULL.as_json(), **wrong})
+    for name in ("action", "epoch"):
+        with pytest.raises(WireError, match=name):
+            Order.parse({key: value for key, value in FULL.as_json().items() if key != name})
+
+
+def test_the_end_of_an_update() -> None:
+    assert Order(Action.LEFT, 1).ends_update(5)
+    assert Order(Action.END, 1, 5).ends_update(5)
+    assert Order(Action.END, 1, 5).ends_update()
+    assert not Order(Action.END, 1, 4).ends_update(5)
+    assert not Order(Action.END, 1).ends_update(), "only what was begun of it is over"
+    assert not Order(Action.RUN, 1, 5).ends_update(5)
