@@ -2,7 +2,7 @@
 
 import sys
 
-from weightcast.adapters.unsharded import CheckpointSource
+from weightcast import CheckpointSource
 
 table = CheckpointSource(sys.argv[1]).describe().table
 for row in range(len(table)):

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from weightcast.adapters.fsdp.source import FsdpSource
+from weightcast import FsdpSource
 
 dist.init_process_group("gloo")
 config = Qwen3MoeConfig(

@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from weightcast.adapters.megatron.source import MegatronSource
+from weightcast import MegatronSource
 
 dist.init_process_group("gloo")
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)

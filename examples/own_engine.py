@@ -14,10 +14,7 @@ import time
 
 import torch
 
-from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.ranks.instance import InstanceWorker
-from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
-from weightcast.transfer.layout.placement import RankPlacement
+from weightcast import GatewayClient, InstanceWorker, LayoutBuilder, RankLayout, RankPlacement
 
 
 class MySink:

@@ -9,9 +9,7 @@ import sys
 
 import torch
 
-from weightcast.adapters.unsharded import PlainSource
-from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast import GatewayClient, PlainSource, TrainerWorker
 
 
 def main(url: str, pair: str, instance: str) -> None:

@@ -18,12 +18,15 @@ from pathlib import Path
 import ray
 import torch
 
-from weightcast.adapters.unsharded import PlainSource
-from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.ranks.instance import InstanceWorker
-from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.gateway.server.ray_actor import start_gateway
-from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
+from weightcast import (
+    GatewayClient,
+    InstanceWorker,
+    LayoutBuilder,
+    PlainSource,
+    RankLayout,
+    TrainerWorker,
+    start_gateway,
+)
 
 GATEWAY, PAIR, INSTANCE = "ray://weightcast", "main", "rollout-0"
 HIDDEN = 64
@@ -87,7 +90,7 @@ class Engine:
 
 
 def main(world_size: int, steps: int) -> None:
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+    token = os.environ.get("WEIGHTCAST_TOKEN") or secrets.token_urlsafe(32)
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False, logging_level="error")
     gateway = start_gateway(tokens={"operator": token})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from typing import Any
 
 import pytest
 
-PACKAGE_FOLDERS = ("adapters", "cluster", "commands", "demo", "gateway", "transfer")
+import weightcast
+
+PACKAGE_FOLDERS = ("adapters", "cluster", "commands", "demo", "gateway", "offline", "transfer")
 NOT_SHIPPED = ("tests", "benchmarks", "examples", "docs", "requirements", "sgl_kernel", "sglang_cpu_shims", "deep_ep")
 
 # Modules that may import torch when they are imported; every other module must work where torch is not installed.
@@ -29,21 +32,30 @@ NEED_TORCH = (
     "weightcast.gateway.ranks.instance",
     "weightcast.gateway.ranks.membership",
     "weightcast.gateway.ranks.trainer",
-    "weightcast.transfer.copy.nan",
+    "weightcast.transfer.colocated.cuda_ipc",
+    "weightcast.transfer.colocated.exporter",
+    "weightcast.transfer.colocated.host_memory",
+    "weightcast.transfer.colocated.importer",
+    "weightcast.transfer.colocated.peers",
     "weightcast.transfer.colocated.sharing",
     "weightcast.transfer.copy.batch",
-    "weightcast.transfer.digest.definition",
-    "weightcast.transfer.executor",
-    "weightcast.transfer.colocated.exporter",
-    "weightcast.transfer.colocated.peers",
-    "weightcast.transfer.digest.values",
-    "weightcast.transfer.colocated.importer",
-    "weightcast.transfer.exchange.schedule",
+    "weightcast.transfer.copy.nan",
     "weightcast.transfer.copy.runs",
     "weightcast.transfer.digest.boxes",
+    "weightcast.transfer.digest.cpu_loops",
+    "weightcast.transfer.digest.cpu_scan",
+    "weightcast.transfer.digest.definition",
+    "weightcast.transfer.digest.digester",
+    "weightcast.transfer.digest.gpu_kernel",
+    "weightcast.transfer.digest.values",
     "weightcast.transfer.exchange.messages_in_memory",
+    "weightcast.transfer.exchange.schedule",
+    "weightcast.transfer.executor",
     "weightcast.transfer.transports",
 )
+
+# An import of a module below the package.
+DEEP = re.compile(r" *(from|import) weightcast\.")
 
 # Modules that nothing may import by accident, with or without torch.
 HEAVY = ("torch", "ray", "sglang", "vllm", "transformers", "megatron")
@@ -157,7 +169,8 @@ def constants_classes_functions(name: str) -> tuple[int, str]:
 
 
 def test_exports_are_sorted_and_defined(root: Path) -> None:
-    trees = {file: ast.parse(file.read_text()) for file in source_files(root)}
+    lazy = root / "__init__.py"  # see the test of the public face
+    trees = {file: ast.parse(file.read_text()) for file in source_files(root) if file != lazy}
     exports = {file.relative_to(root): names for file, tree in trees.items() if (names := exported(tree)) is not None}
     assert len(exports) >= 4
     unsorted = [file for file, names in exports.items() if names != sorted(set(names), key=constants_classes_functions)]
@@ -205,6 +218,25 @@ def test_source_distribution_can_run_the_tests(distributions: tuple[Path, Path])
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "Makefile", "README.md", "tests/conftest.py", "tests/support/spawn_support.py"} <= names
     assert {"requirements/torch.txt", "requirements/install_torch.sh", "tests/sglang_cpu/sglang_cpu_shims.pth"} <= names
+
+
+def test_the_public_face_is_sorted_lazy_and_whole(tmp_path: Path) -> None:
+    """Each name is what its module defines, and is found by `dir`; nothing is loaded before it is asked for."""
+    program = f"import sys, weightcast; print(*[name for name in sys.modules if name in {HEAVY!r}])"
+    assert run(sys.executable, "-c", program, cwd=tmp_path).strip() == ""
+    assert weightcast.__all__ == sorted(weightcast.__all__, key=lambda name: (name.islower(), name))
+    assert set(weightcast.__all__) == set(weightcast._HOMES) <= set(dir(weightcast))
+    for name in weightcast.__all__:
+        assert getattr(weightcast, name).__module__ == f"weightcast.{weightcast._HOMES[name]}"
+    with pytest.raises(AttributeError, match="'weightcast' has no attribute 'Fsdp'"):
+        weightcast.Fsdp  # noqa: B018
+
+
+def test_examples_and_readme_use_the_public_face_alone(root: Path) -> None:
+    texts = {file: file.read_text() for file in [*(root / "examples").glob("*.py"), root / "README.md"]}
+    deep = [f"{file.name}: {line}" for file, text in texts.items() for line in text.splitlines() if DEEP.match(line)]
+    assert len(texts) > 5
+    assert not deep
 
 
 @pytest.fixture(scope="module")
