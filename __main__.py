@@ -1,4 +1,4 @@
-"""`python -m weightcast`."""
+"""Entry point of `python -m weightcast`."""
 
 import sys
 

@@ -27,7 +27,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     cluster.add,
     status.add,
 )
-"""What adds each command's parser; the parser's default `run` takes the parsed arguments and gives the exit status."""
+"""Functions that add each command's parser. Its default `run` takes the arguments and gives the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

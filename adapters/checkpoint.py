@@ -24,7 +24,7 @@ _MAX_NDIM = 16
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint: it begins at byte `start` of file `file` of the folder, row by row."""
+    """A tensor of a checkpoint: it begins at byte `start` of `file` in the folder, row by row."""
 
     spec: TensorSpec
     file: str
@@ -36,7 +36,7 @@ def read_headers(model_path: str | os.PathLike[str]) -> dict[str, TensorSpec]:
 
     Raises LayoutError as `stored_tensors` does.
     """
-    return {name: stored.spec for name, stored in stored_tensors(model_path).items()}
+    return {name: entry.spec for name, entry in stored_tensors(model_path).items()}
 
 
 def stored_tensors(model_path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
@@ -50,24 +50,28 @@ def stored_tensors(model_path: str | os.PathLike[str]) -> dict[str, StoredTensor
     if not folder.is_dir():
         raise LayoutError(f"checkpoint {str(folder)!r} is not a directory; give the folder of its safetensors files")
     index = folder / INDEX
-    listed = _read_index(index) if index.is_file() else None
-    names = sorted(set(listed.values())) if listed is not None else sorted(p.name for p in folder.glob("*.safetensors"))
+    weight_map = _read_index(index) if index.is_file() else None
+    names = (
+        sorted(set(weight_map.values()))
+        if weight_map is not None
+        else sorted(p.name for p in folder.glob("*.safetensors"))
+    )
     if not names:
         raise LayoutError(f"checkpoint {str(folder)!r} has no *.safetensors file")
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in names:
-        for tensor, stored in _read_file(folder / name).items():
-            before = found.get(tensor)
-            if before is not None and (listed is None or listed.get(tensor) not in (name, before.file)):
-                raise LayoutError(f"tensor {tensor!r} is in both {before.file!r} and {name!r} of {str(folder)!r}")
-            if before is None or (listed is not None and listed.get(tensor) == name):
-                found[tensor] = stored
-    for tensor, name in (listed or {}).items():
-        if tensor not in found or found[tensor].file != name:
+        for tensor, entry in _read_file(folder / name).items():
+            duplicate = tensors.get(tensor)
+            if duplicate is not None and (weight_map is None or weight_map.get(tensor) not in (name, duplicate.file)):
+                raise LayoutError(f"tensor {tensor!r} is in both {duplicate.file!r} and {name!r} of {str(folder)!r}")
+            if duplicate is None or (weight_map is not None and weight_map.get(tensor) == name):
+                tensors[tensor] = entry
+    for tensor, name in (weight_map or {}).items():
+        if tensor not in tensors or tensors[tensor].file != name:
             raise LayoutError(
                 f"{str(index)!r} says that tensor {tensor!r} is in {name!r}, but that file does not have it"
             )
-    return found
+    return tensors
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -75,17 +79,17 @@ def _read_index(path: Path) -> dict[str, str]:
     if path.stat().st_size > MAX_HEADER_BYTES:
         raise LayoutError(f"{str(path)!r} has {path.stat().st_size} bytes, more than {MAX_HEADER_BYTES}")
     index = _object(path.read_bytes(), str(path))
-    listed = index.get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise LayoutError(f"{str(path)!r} has no weight_map of tensor names to file names")
-    for name in listed.values():
+    for name in weight_map.values():
         if Path(name).name != name or name in ("", ".", ".."):
             raise LayoutError(f"{str(path)!r} lists file {name!r}, which is not a plain file name")
-    return listed
+    return weight_map
 
 
 def _read_file(path: Path) -> dict[str, StoredTensor]:
-    """Header of one file, checked against the size of the file."""
+    """The tensors in the header of one file, checked against the size of the file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -100,9 +104,11 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
             header = _object(file.read(length), str(path))
     except OSError as error:
         raise LayoutError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    begin = 8 + length
+    data_start = 8 + length
     return {
-        name: StoredTensor(_spec(name, entry, size - begin, str(path)), path.name, begin + entry["data_offsets"][0])
+        name: StoredTensor(
+            _spec(name, entry, size - data_start, str(path)), path.name, data_start + entry["data_offsets"][0]
+        )
         for name, entry in header.items()
         if name != "__metadata__"
     }
@@ -110,19 +116,19 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 def _object(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(raw, object_pairs_hook=_no_twice)
+        document = json.loads(raw, object_pairs_hook=_no_twice)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"{where!r}: header is not valid JSON ({' '.join(str(error).split())[:200]})") from error
-    if not isinstance(found, dict):
-        raise LayoutError(f"{where!r}: header is a JSON {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(document, dict):
+        raise LayoutError(f"{where!r}: header is a JSON {type(document).__name__}, expected an object")
+    return document
 
 
 def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name occurs twice")
-    return made
+    return members
 
 
 def _spec(name: str, entry: Any, data: int, where: str) -> TensorSpec:
@@ -140,13 +146,12 @@ def _spec(name: str, entry: Any, data: int, where: str) -> TensorSpec:
         raise LayoutError(
             f"{where!r}: tensor {name!r} has data_offsets {str(span)[:80]}, not inside the {data} bytes of data"
         )
-    expected = int(ITEMSIZE[dtype_code(SAFETENSORS[dtype])])
+    nbytes = int(ITEMSIZE[dtype_code(SAFETENSORS[dtype])])
     for n in shape:
-        expected *= n
-    if span[1] - span[0] != expected:
+        nbytes *= n
+    if span[1] - span[0] != nbytes:
         raise LayoutError(
-            f"{where!r}: tensor {name!r} of {dtype} {shape} takes {expected} bytes, data_offsets say "
-            f"{span[1] - span[0]}"
+            f"{where!r}: tensor {name!r} of {dtype} {shape} takes {nbytes} bytes, data_offsets say {span[1] - span[0]}"
         )
     return TensorSpec(tuple(shape), SAFETENSORS[dtype])
 

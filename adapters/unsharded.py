@@ -68,22 +68,22 @@ class CheckpointSource:
     def _describe(self) -> RankLayout:
         import torch
 
-        builder, files, held = LayoutBuilder(), dict[str, torch.UntypedStorage](), 0
-        for name, stored in list(stored_tensors(self._folder).items())[self._rank :: self._world_size]:
-            if stored.file not in files:
-                files[stored.file] = _mapped(self._folder / stored.file)
-            (shape, dtype), size = stored.spec, int(ITEMSIZE[dtype_code(stored.spec.dtype)])
-            if stored.start % size:
+        builder, files, parameter_bytes = LayoutBuilder(), dict[str, torch.UntypedStorage](), 0
+        for name, entry in list(stored_tensors(self._folder).items())[self._rank :: self._world_size]:
+            if entry.file not in files:
+                files[entry.file] = _mapped(self._folder / entry.file)
+            (shape, dtype), size = entry.spec, int(ITEMSIZE[dtype_code(entry.spec.dtype)])
+            if entry.start % size:
                 raise DescribeError(
-                    f"tensor {name!r} begins at byte {stored.start} of {str(self._folder / stored.file)!r}, which the "
+                    f"tensor {name!r} begins at byte {entry.start} of {str(self._folder / entry.file)!r}, which the "
                     f"{size} bytes of {dtype} do not divide; write the checkpoint again"
                 )
             empty = torch.empty(0, dtype=to_torch(dtype))
             stride = torch.empty(shape, device="meta").stride()
-            view = empty.set_(files[stored.file], stored.start // size, shape, stride)
+            view = empty.set_(files[entry.file], entry.start // size, shape, stride)
             builder.add(name, shape, (0,) * len(shape), view)
-            held += view.nbytes
-        return builder.build(notes=LayoutNotes(parameter_bytes=held))
+            parameter_bytes += view.nbytes
+        return builder.build(notes=LayoutNotes(parameter_bytes=parameter_bytes))
 
 
 def _refused(name: str, why: str) -> DescribeError:

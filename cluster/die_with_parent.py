@@ -1,7 +1,7 @@
 """Runs a command that must not outlive whoever started it: `python -m weightcast.cluster.die_with_parent COMMAND ...`.
 
-An actor of Ray that is killed cannot end its children. This process stands between: when its parent is gone, or it is
-told to end, it ends the whole process group.
+An actor of Ray that is killed cannot end its children. This process stands between: it ends the whole process group
+when its parent is gone, or when it is told to end.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ _GRACE_SECONDS = 5.0
 
 
 def tethered(command: list[str]) -> list[str]:
-    """The command that runs `command` on a tether. It has to be started in a session of its own."""
+    """The command that runs `command` and dies with this process. It has to be started in a session of its own."""
     return [sys.executable, "-m", "weightcast.cluster.die_with_parent", str(os.getpid()), *command]
 
 
 def main(parent: int, command: list[str]) -> int:
-    """The command's exit status."""
+    """Runs a command until it ends, or until the parent does; returns the command's exit status."""
     _watch(os.getpid())
     child = subprocess.Popen(command)
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(True))
     while child.poll() is None:
-        if told or os.getppid() != parent:
+        if signals or os.getppid() != parent:
             _end_group(child)
         time.sleep(_LOOK_SECONDS)
     return child.returncode
 
 
 def _watch(tether: int) -> None:
-    """A process that ends the group when this one is gone: a worker of Ray that loses its node kills its children, and
-    this is one of them.
+    """Starts a process that ends the group when this one is gone.
+
+    A worker of Ray that loses its node kills its children, and this process is one of them.
     """
     if os.fork():
         return

@@ -1,4 +1,4 @@
-"""Brings a Ray cluster to what a cluster file describes, and takes it back."""
+"""Brings a Ray cluster to the state that a cluster file describes, and takes it back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PLACED = 10.0
 
 @contextmanager
 def on_ray(address: str) -> Iterator[None]:
-    """In the Ray cluster at an address. Raises ControlError if there is none."""
+    """A context in which Ray is connected to the cluster at an address. Raises ControlError if there is none."""
     import ray
 
     try:
@@ -46,33 +46,35 @@ def on_ray(address: str) -> Iterator[None]:
 
 
 def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
-    """Starts gateway, engines and trainer ranks, and connects them; returns where each engine is.
+    """Starts gateway, engines and trainer ranks, and connects them; returns the URL of each engine.
 
-    Of a pair that is up the instances may be others than in the file: those that are new to it are started and join,
-    those that an earlier call has started and that are no longer in it leave and are stopped. Raises ControlError where
-    anything else differs. All that is started outlives this program, and is stopped again if any step fails. `seconds`
-    is for how long each step may take, a node for an engine included.
+    A pair that is up may differ from the file in its instances. Those that are new to the pair are started and join.
+    Those that an earlier call has started, and that are no longer in the file, leave and are stopped. Raises
+    ControlError where anything else differs.
+
+    All that is started outlives this program, and is stopped again if any step fails. `seconds` limits each step, the
+    wait for an engine's node included.
     """
-    operator = os.environ.get(TOKEN_VARIABLE, "")
+    operator_token = os.environ.get(TOKEN_VARIABLE, "")
     with ExitStack() as undo:
         if spec.gateway.url is None and find_actor(spec.gateway.name) is None:
             start_gateway(spec.gateway.name, state=spec.gateway.state, port=spec.gateway.port, detached=True)
             undo.callback(stop_gateway, spec.gateway.name)
             say(f"gateway ray://{spec.gateway.name} is up")
-        token = _token_for_ranks(spec, operator, say)
+        token = _token_for_ranks(spec, operator_token, say)
         with GatewayClient(spec.gateway_url) as client:
-            known = _known(client, spec, seconds)
-            started = _start_engines(spec, token, operator, undo, say, seconds)
-            urls = {one.name: one.url or _where(spec, one, seconds) for one in spec.instances}
-            records = {one.name: one.record(urls[one.name]) for one in spec.instances}
-            if known is None:
+            members = _known(client, spec, seconds)
+            engines = _start_engines(spec, token, operator_token, undo, say, seconds)
+            urls = {instance.name: instance.url or _where(spec, instance, seconds) for instance in spec.instances}
+            records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
+            if members is None:
                 settings, world = spec.settings, spec.trainer.ranks
                 client.create_pair(spec.pair, world, records, settings, commit=spec.commit, topology=spec.topology)
                 undo.callback(_forget, spec)
             else:
-                for one in spec.instances:
-                    _let_in(client, spec, one, urls[one.name], known, started, undo)
-                _let_go(client, spec, known, say)
+                for instance in spec.instances:
+                    _let_in(client, spec, instance, urls[instance.name], members, engines, undo)
+                _let_go(client, spec, members, say)
         if kept_spec(spec.pair, seconds) is None:
             start_trainer(spec, token, undo, seconds)
             say(f"{spec.trainer.ranks} trainer ranks are connected")
@@ -81,7 +83,7 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
 
 
 def _token_for_ranks(spec: ClusterSpec, operator: str, say: Say) -> str:
-    """What ranks and engines show to the gateway: a token that is good for no more than being a rank."""
+    """The token that ranks and engines show to the gateway: a worker's, or the operator's if no other is known."""
     if spec.gateway.url is not None and not os.environ.get(WORKER_VARIABLE):
         say(f"ranks get the operator's token; set {WORKER_VARIABLE} to the gateway's for workers")
         return operator
@@ -98,20 +100,22 @@ def _token_for_ranks(spec: ClusterSpec, operator: str, say: Say) -> str:
 
 
 def _known(client: GatewayClient, spec: ClusterSpec, seconds: float) -> set[str] | None:
-    """The instances of a pair that is there, None if there is none. Raises ControlError if it is not that of `spec`."""
-    found = next((pair for pair in client.status() if pair["pair"] == spec.pair), None)
-    kept = kept_spec(spec.pair, seconds)
-    if found is None:
-        if kept is not None:
+    """Names of the pair's instances, None if there is no such pair. Raises ControlError if it is not that of `spec`."""
+    record = next((pair for pair in client.status() if pair["pair"] == spec.pair), None)
+    trainer_spec = kept_spec(spec.pair, seconds)
+    if record is None:
+        if trainer_spec is not None:
             raise ControlError(f"pair {spec.pair} has trainer ranks, but gateway {spec.gateway_url} does not know it")
         return None
-    there = (found["trainer"]["world_size"], found["commit"], found["settings"])
-    wanted = (spec.trainer.ranks, spec.commit, asdict(Settings.given(spec.settings)))
-    if there != wanted or (kept is not None and replace(kept, instances=()) != replace(spec, instances=())):
+    state = (record["trainer"]["world_size"], record["commit"], record["settings"])
+    target = (spec.trainer.ranks, spec.commit, asdict(Settings.given(spec.settings)))
+    if state != target or (
+        trainer_spec is not None and replace(trainer_spec, instances=()) != replace(spec, instances=())
+    ):
         raise ControlError(
             f"pair {spec.pair} is up, and differs from the file in more than its instances; take it down first"
         )
-    return {name for name, instance in found["instances"].items() if instance["phase"] != "left"}
+    return {name for name, instance in record["instances"].items() if instance["phase"] != "left"}
 
 
 def _engine_name(pair: str, instance: str) -> str:
@@ -119,20 +123,24 @@ def _engine_name(pair: str, instance: str) -> str:
 
 
 def _start_engines(spec: ClusterSpec, token: str, operator: str, undo: ExitStack, say: Say, seconds: float) -> set[str]:
-    """Starts the engines that are not there, all at once, so that an autoscaler sees what they want together."""
-    engines, starting = {}, {}
-    for one in spec.instances:
-        name = _engine_name(spec.pair, one.name)
-        if not one.command or find_actor(name) is not None:
+    """Starts missing engines, all at once, so that an autoscaler sees their wants together; returns their names."""
+    engines, starts = {}, {}
+    for instance in spec.instances:
+        name = _engine_name(spec.pair, instance.name)
+        if not instance.command or find_actor(name) is not None:
             continue
-        environment = {TOKEN_VARIABLE: token, **one.environment}
-        launch = Launch(one.command, environment, one.log_file, one.health, one.name, spec.gateway_url)
-        again = (launch, "weightcast.cluster.launch:moved", (spec, one, operator))
-        engine = spawn(EngineActor, name, again, detached=True, **{"max_restarts": one.restarts, **one.options})
+        environment = {TOKEN_VARIABLE: token, **instance.environment}
+        launch = Launch(
+            instance.command, environment, instance.log_file, instance.health, instance.name, spec.gateway_url
+        )
+        restart = (launch, "weightcast.cluster.launch:moved", (spec, instance, operator))
+        engine = spawn(
+            EngineActor, name, restart, detached=True, **{"max_restarts": instance.restarts, **instance.options}
+        )
         undo.callback(stop_actor, name)
-        engines[one.name], starting[one.name] = engine, engine.start.remote(launch)
-    _say_who_waits(spec, starting, say)
-    for name, url in starting.items():
+        engines[instance.name], starts[instance.name] = engine, engine.start.remote(launch)
+    _say_who_waits(spec, starts, say)
+    for name, url in starts.items():
         answered(url, f"engine {name}", seconds)
     for name, engine in engines.items():
         url = answered(engine.wait_up.remote(seconds), f"engine {name}", seconds + _DRAIN)
@@ -143,14 +151,14 @@ def _start_engines(spec: ClusterSpec, token: str, operator: str, undo: ExitStack
 def _say_who_waits(spec: ClusterSpec, starting: dict[str, Any], say: Say) -> None:
     import ray
 
-    _, waiting = ray.wait(list(starting.values()), num_returns=len(starting), timeout=_PLACED) if starting else ([], [])
-    for one in spec.instances:
-        if starting.get(one.name) in waiting:
-            say(f"{one.name} waits for a node that has what it wants: {one.options}")
+    _, pending = ray.wait(list(starting.values()), num_returns=len(starting), timeout=_PLACED) if starting else ([], [])
+    for instance in spec.instances:
+        if starting.get(instance.name) in pending:
+            say(f"{instance.name} waits for a node that has what it wants: {instance.options}")
 
 
 def _where(spec: ClusterSpec, one: InstanceSpec, seconds: float) -> str:
-    """Where an engine is that `up` has started, now or before; nowhere if it comes by itself."""
+    """The URL of an engine that `up` has started, now or before; empty if the engine comes by itself."""
     if not one.command:
         return ""
     actor = find_actor(_engine_name(spec.pair, one.name))
@@ -166,7 +174,7 @@ def _let_in(
     started: set[str],
     undo: ExitStack,
 ) -> None:
-    """Has an instance of the file in the pair."""
+    """Brings an instance of the file into the pair."""
     if one.name not in known or one.name not in started:
         client.join_instance(spec.pair, one.name, one.record(url))
         if one.name not in known:
@@ -177,8 +185,8 @@ def _let_in(
 
 def _let_go(client: GatewayClient, spec: ClusterSpec, known: set[str], say: Say) -> None:
     """Stops the engines that are no longer in the file, after they have left."""
-    wanted = {one.name for one in spec.instances}
-    for name in sorted(known - wanted):
+    names = {instance.name for instance in spec.instances}
+    for name in sorted(known - names):
         if find_actor(_engine_name(spec.pair, name)) is None:
             say(f"{name} is in the pair, but neither in the file nor started from it; it stays")
             continue
@@ -188,10 +196,10 @@ def _let_go(client: GatewayClient, spec: ClusterSpec, known: set[str], say: Say)
 
 
 def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = None) -> None:
-    """An engine was started again, at another address: for the gateway it has left, and a new one joins. `token` is the
-    operator's, from WEIGHTCAST_TOKEN unless given.
+    """Tells the gateway of an engine that was started again at another address: the old one leaves, a new one joins.
 
-    An engine that follows the gateway by itself says that it is a new one.
+    `token` is the operator's, from WEIGHTCAST_TOKEN unless given. Does nothing for an engine that follows the gateway
+    by itself: it says that it is a new one.
     """
     if one.kind == "worker":
         return
@@ -208,7 +216,7 @@ def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = No
 
 
 def down(spec: ClusterSpec, say: Say) -> None:
-    """Stops what `up` started for a pair, and nothing else; the gateway too, once it has no pair left."""
+    """Stops what `up` started for a pair, and nothing else; the gateway, too, once it has no pair left."""
     if spec.gateway.url is not None or find_actor(spec.gateway.name) is not None:
         _forget(spec)
     for name in _actors(spec.pair):
@@ -217,9 +225,9 @@ def down(spec: ClusterSpec, say: Say) -> None:
     give_back(spec.pair)
     if spec.gateway.url is None and find_actor(spec.gateway.name) is not None:
         with GatewayClient(spec.gateway_url) as client:
-            left = [pair["pair"] for pair in client.status()]
-        if left:
-            say(f"gateway ray://{spec.gateway.name} stays for {', '.join(left)}")
+            pairs = [pair["pair"] for pair in client.status()]
+        if pairs:
+            say(f"gateway ray://{spec.gateway.name} stays for {', '.join(pairs)}")
         else:
             stop_gateway(spec.gateway.name)
             say(f"gateway ray://{spec.gateway.name} is stopped")

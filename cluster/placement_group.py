@@ -1,4 +1,4 @@
-"""Where the ranks of a trainer go on Ray: a placement group with a bundle for each, so that all have room or none."""
+"""Places of a trainer's ranks on Ray: a placement group with a bundle for each, so that all have room or none."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def reserve(spec: ClusterSpec, seconds: float) -> list[dict[str, Any]]:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    wanted = _bundle(spec.trainer.options)
-    group = ray.util.placement_group([wanted] * ranks, strategy, _name(spec.pair), lifetime="detached")
+    bundle = _bundle(spec.trainer.options)
+    group = ray.util.placement_group([bundle] * ranks, strategy, _name(spec.pair), lifetime="detached")
     if not group.wait(seconds):
         ray.util.remove_placement_group(group)
         raise EngineError(
-            f"pair {spec.pair}: no room for {ranks} trainer ranks of {wanted} each by {strategy} within {seconds:g} s"
+            f"pair {spec.pair}: no room for {ranks} trainer ranks of {bundle} each by {strategy} within {seconds:g} s"
         )
     return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)} for rank in range(ranks)]
 
 
 def give_back(pair: str) -> None:
-    """Ends what was reserved for a pair, if anything was."""
+    """Ends the reservation of a pair, if there is one."""
     import ray
 
     with suppress(ValueError):  # there is none
@@ -49,6 +49,6 @@ def _name(pair: str) -> str:
 
 
 def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    """What an actor with these options takes."""
+    """The resources that an actor with these options takes, by name."""
     counts = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
     return {name: count for name, count in counts.items() if count} or {"CPU": _LEAST}

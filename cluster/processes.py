@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 def start_process(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process with its own session, that writes to `log`."""
+    """Starts a process with its own session that writes to `log`."""
     with log.open("wb") as out:
         return subprocess.Popen(
             command,
@@ -50,9 +50,9 @@ def running(command: list[str], log: Path, environment: dict[str, str]) -> Itera
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
     """Ends a process of `start_process` and its children."""
-    for how, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+    for number, seconds in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
         try:
-            os.killpg(process.pid, how)
+            os.killpg(process.pid, number)
         except ProcessLookupError:
             return
         try:
@@ -66,12 +66,12 @@ def end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def tail(log: Path, lines: int = 5) -> str:
-    """The last lines of a log, as one."""
+    """The last lines of a log, joined into one."""
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
 def wait_up(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, headers: dict[str, str]) -> None:
-    """Until `url` answers. Raises EngineError with the end of the log when the process ends or time is over."""
+    """Waits until `url` answers. Raises EngineError with the end of the log when the process ends or time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if process.poll() is not None:

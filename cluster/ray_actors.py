@@ -28,14 +28,14 @@ from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 __all__ = ["CONNECTED", "EngineActor", "Launch", "RankActor", "answered", "spawn", "stop_actor"]
 
 CONNECTED = "connected"
-"""What a trainer's rank speaks about first."""
+"""The subject of a trainer rank's first message."""
 _DRAIN = 60.0
 _RESTART = 1800.0
 """Seconds for an engine that is started again."""
 
 
 def spawn(body: type, name: str, *arguments: Any, detached: bool = False, **options: Any) -> Any:
-    """An actor of this project with a name; its handle. `options` are Ray's. Raises InputError for a name in use."""
+    """Starts an actor with a name; returns its handle. `options` are Ray's. Raises InputError for a name in use."""
     import ray
 
     settings = {"num_cpus": 0, "max_concurrency": 16, **options}
@@ -50,8 +50,10 @@ def spawn(body: type, name: str, *arguments: Any, detached: bool = False, **opti
 
 
 def answered(what: Any, who: str, seconds: float) -> Any:
-    """What a call of an actor has returned. Raises the error of ours that it raised, EngineError for any other, and for
-    an actor that has ended or does not answer in time."""
+    """Waits for the return value of an actor's call. Raises the error of ours that the call raised.
+
+    Raises EngineError for any other error, and for an actor that has ended or does not answer in time.
+    """
     import ray
 
     try:
@@ -67,7 +69,7 @@ def answered(what: Any, who: str, seconds: float) -> Any:
 
 
 def stop_actor(name: str) -> None:
-    """Ends an actor for good, if there is one, after what it holds."""
+    """Ends an actor for good, if there is one, after the process that it holds."""
     import ray
 
     actor = find_actor(name)
@@ -79,14 +81,14 @@ def stop_actor(name: str) -> None:
 
 
 def gcs_address() -> str:
-    """Where this process's Ray cluster is, for RAY_ADDRESS."""
+    """The address of this process's Ray cluster, for RAY_ADDRESS."""
     import ray
 
     return str(ray.get_runtime_context().gcs_address)
 
 
 class _OnNode:
-    """What every actor can say of where it is."""
+    """A base of all actors, which tells the address of their node."""
 
     def address(self) -> str:
         """The IP address of its node."""
@@ -95,7 +97,7 @@ class _OnNode:
         return str(ray.util.get_node_ip_address())
 
     def free_port(self) -> int:
-        """A port that is free on its node now."""
+        """A TCP port that is free on its node now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
@@ -103,9 +105,12 @@ class _OnNode:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How an engine is started. `{host}`, `{port}`, `{python}`, `{instance}`, `{gateway}` and `{gateway_http}`, where
-    that is now, as parts of the command are filled in; a log without a name goes to the node's temporary folder;
-    `health` is a path that answers once it is up, "" if there is none."""
+    """The command of an engine, its environment, and the file of its log.
+
+    In the command the parts `{host}`, `{port}`, `{python}`, `{instance}`, `{gateway}` and `{gateway_http}`, the
+    gateway's present HTTP address, are filled in. A log without a name goes to the node's temporary folder. `health` is
+    a path that answers once the engine is up, "" if there is none.
+    """
 
     command: list[str]
     environment: dict[str, str]
@@ -116,7 +121,7 @@ class Launch:
 
     def filled(self, host: str, port: int) -> list[str]:
         """The command, for a server at this address."""
-        known = {
+        values = {
             "{host}": host,
             "{port}": str(port),
             "{python}": sys.executable,
@@ -124,16 +129,16 @@ class Launch:
             "{gateway}": self.gateway,
         }
         if "{gateway_http}" in self.command:
-            known["{gateway_http}"] = http_address(self.gateway)
-        return [known.get(part, part) for part in self.command]
+            values["{gateway_http}"] = http_address(self.gateway)
+        return [values.get(part, part) for part in self.command]
 
 
 class EngineActor(_OnNode):
     """A server process on the actor's node. It ends with the actor, however that ends.
 
-    With `again` the actor ends when its process does. Ray starts it again, on whatever node, as often as its options
-    say: then it starts another process by itself, and calls `module:name` with the first argument, the process's
-    address, and the other ones.
+    `again` is (launch, `module:name`, arguments). With it the actor ends when its process does, and Ray starts it
+    again, on whatever node, as often as its options say. Then it starts another process by itself, and calls
+    `module:name` with the process's URL and the arguments.
     """
 
     def __init__(self, again: tuple[Launch, str, tuple[object, ...]] | None = None) -> None:
@@ -151,22 +156,26 @@ class EngineActor(_OnNode):
             _function(function)(self._url, *arguments)
 
     def start(self, launch: Launch) -> str:
-        """Starts it without waiting; its address."""
+        """Starts the process without waiting; returns its URL."""
         host, port = self.address(), self.free_port()
         self._url, self._health = f"http://{host}:{port}", launch.health
         self._log = Path(launch.log or tempfile.mkstemp(prefix="weightcast-engine-", suffix=".log")[1])
-        # Its ranks are no actors: what those know of where they are has to be told.
-        place = {ADDRESS_VARIABLE: host, HOST_VARIABLE: host_name(), "RAY_ADDRESS": gcs_address()}
-        self._process = start_process(tethered(launch.filled(host, port)), self._log, {**place, **launch.environment})
+        # Its ranks are no actors, so they have to be told where they are.
+        variables = {ADDRESS_VARIABLE: host, HOST_VARIABLE: host_name(), "RAY_ADDRESS": gcs_address()}
+        self._process = start_process(
+            tethered(launch.filled(host, port)), self._log, {**variables, **launch.environment}
+        )
         return self._url
 
     def where(self) -> str:
-        """Its address."""
+        """The URL of the process."""
         return self._url
 
     def wait_up(self, seconds: float) -> str:
-        """Its address, once it answers at its health path, if it has one. Raises EngineError with the end of its log
-        when it does not come up."""
+        """Waits until the process answers at its health path, if it has one; returns its URL.
+
+        Raises EngineError with the end of its log when it does not come up.
+        """
         if self._health:
             wait_up(self._process, self._url + self._health, self._log, seconds, {})
         if self._again is not None:
@@ -179,7 +188,7 @@ class EngineActor(_OnNode):
             os._exit(1)
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the process and its children."""
         self._stopped.set()
         if self._process is not None:
             end_process(self._process)
@@ -200,8 +209,10 @@ class _Mailbox:
 
 
 class RankActor(_OnNode):
-    """One rank: runs a function of a module in a thread, and carries what it says and is told. `kept` is what whoever
-    begins it again wants to know; Ray hands it to an actor that it starts again, too."""
+    """One rank: runs a function of a module in a thread, and carries messages from it and to it.
+
+    `kept` is for whoever begins the rank again; Ray hands it to an actor that it starts again, too.
+    """
 
     def __init__(self, environment: dict[str, str], kept: object = None) -> None:
         os.environ.update(environment)
@@ -227,11 +238,11 @@ class RankActor(_OnNode):
         self._thread.start()
 
     def kept(self) -> object:
-        """What it was made with."""
+        """The value `kept` that the actor was made with."""
         return self._kept
 
     def runs(self) -> bool:
-        """Whether the body runs. It does not in an actor that was started again."""
+        """True while the body runs. It does not in an actor that was started again."""
         return self._thread is not None and self._thread.is_alive()
 
     def tell(self, what: object) -> None:
@@ -239,23 +250,23 @@ class RankActor(_OnNode):
         self._mail.told.put(what)
 
     def hear(self, seconds: float) -> tuple[bool, object]:
-        """The next thing that the body said, and whether there was one within the time."""
+        """The next message of the body, as (True, message); (False, None) if there was none within the time."""
         with suppress(queue.Empty):
             return True, self._mail.said.get(timeout=seconds)
         return False, None
 
     def finish(self, seconds: float) -> bool:
-        """Whether the body came to its end within the time."""
+        """True if the body came to its end within the time."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
 
 
 def _function(name: str) -> Callable[..., object]:
-    """Imports `module:name`. Raises InputError."""
+    """Imports `module:name`. Raises InputError where that fails."""
     module, _, attribute = name.partition(":")
     try:
-        found: Callable[..., object] = getattr(import_module(module), attribute)
+        function: Callable[..., object] = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"{name!r} cannot be imported as module:function: {error}") from None
-    return found
+    return function

@@ -58,12 +58,12 @@ __all__ = ["ClusterSpec", "GatewaySpec", "InstanceSpec", "TrainerSpec", "read_sp
 T = TypeVar("T")
 
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's, for a placement group."""
+"""Strategies of Ray for a placement group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySpec:
-    """`[gateway]`."""
+    """The table `[gateway]`."""
 
     name: str = NAME
     state: str | None = None
@@ -73,7 +73,7 @@ class GatewaySpec:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSpec:
-    """`[trainer]`."""
+    """The table `[trainer]`."""
 
     ranks: int
     entry: str | None = None
@@ -87,7 +87,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One `[[instance]]`."""
+    """One table `[[instance]]`."""
 
     name: str
     world_size: int
@@ -113,15 +113,15 @@ class InstanceSpec:
 
     @property
     def log_file(self) -> str | None:
-        """Where the log of its own goes."""
+        """The log of the instance, with its name filled in."""
         return self.log and self.log.replace("{instance}", self.name)
 
     def record(self, url: str) -> dict[str, Any]:
-        """What the gateway wants to know of it."""
+        """The record of the instance for the gateway."""
         optional: dict[str, Any] = {name: getattr(self, name) for name in _ENGINE}
         optional["url"] = url if self.kind == "sglang" else None
-        given = {key: value for key, value in optional.items() if value is not None}
-        return {"kind": self.kind, "world_size": self.world_size, **given}
+        entries = {key: value for key, value in optional.items() if value is not None}
+        return {"kind": self.kind, "world_size": self.world_size, **entries}
 
 
 _ENGINE = ("pause", "backend", "non_finite", "allow_non_finite")
@@ -130,7 +130,7 @@ _ENGINE = ("pause", "backend", "non_finite", "allow_non_finite")
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """The whole file."""
+    """The whole cluster file."""
 
     pair: str
     trainer: TrainerSpec
@@ -143,12 +143,12 @@ class ClusterSpec:
 
     @property
     def gateway_url(self) -> str:
-        """Where ranks in the cluster find the gateway."""
+        """The address at which ranks in the cluster find the gateway."""
         return self.gateway.url or f"ray://{self.gateway.name}"
 
 
 def read_spec(path: Path) -> ClusterSpec:
-    """Raises InputError that names the file, the key, what was expected and what was found."""
+    """Reads a cluster file. Raises InputError that names the file, the key, what was expected and what was found."""
     try:
         document = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -160,26 +160,28 @@ def read_spec(path: Path) -> ClusterSpec:
 
 
 def _spec(document: dict[str, Any]) -> ClusterSpec:
-    known = ("pair", "commit", "ray", "gateway", "trainer", "instance", "settings", "topology")
-    _known("the file", document, known)
+    keys = ("pair", "commit", "ray", "gateway", "trainer", "instance", "settings", "topology")
+    _known("the file", document, keys)
     for name in ("pair", "trainer", "instance"):
         if name not in document:
             raise InputError(f"{name!r} is missing")
     if not isinstance(document["instance"], list) or not document["instance"]:
         raise InputError("'instance' is no list of tables: write [[instance]]")
     tables = [_table(InstanceSpec, "[[instance]]", table) for table in document["instance"]]
-    for one in tables:
-        if one.count is not None and (one.count < 0 or one.url or (one.log and "{instance}" not in one.log)):
+    for instance in tables:
+        if instance.count is not None and (
+            instance.count < 0 or instance.url or (instance.log and "{instance}" not in instance.log)
+        ):
             raise InputError(
-                f"instance {one.name!r}: count is {one.count}, expected 0 or more, without a url, and {{instance}} in "
-                "the name of its log"
+                f"instance {instance.name!r}: count is {instance.count}, expected 0 or more, without a url, and "
+                "{instance} in the name of its log"
             )
-        if (one.command and one.url) or not (one.command or one.url or one.kind == "worker"):
-            raise InputError(f"instance {one.name!r} wants a command or a url, one of them")
-    instances = tuple(one for table in tables for one in table.each())
+        if (instance.command and instance.url) or not (instance.command or instance.url or instance.kind == "worker"):
+            raise InputError(f"instance {instance.name!r} wants a command or a url, one of them")
+    instances = tuple(instance for table in tables for instance in table.each())
     if not instances:
         raise InputError("there are no instances; a pair has one at least")
-    names = [one.name for one in instances]
+    names = [instance.name for instance in instances]
     if len(set(names)) < len(names):
         raise InputError(f"two instances are called {next(n for n in names if names.count(n) > 1)!r}")
     trainer = _table(TrainerSpec, "[trainer]", document["trainer"])
@@ -187,11 +189,11 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
         raise InputError("[trainer] wants an entry or a checkpoint, one of them")
     if trainer.strategy not in (None, *STRATEGIES):
         raise InputError(f"[trainer] strategy is {trainer.strategy!r}, expected one of {', '.join(STRATEGIES)}")
-    if trainer.ranks < 1 or any(one.world_size < 1 for one in instances):
+    if trainer.ranks < 1 or any(instance.world_size < 1 for instance in instances):
         raise InputError("ranks and world_size must be 1 or more")
     gateway = _table(GatewaySpec, "[gateway]", document.get("gateway", {}))
-    place = document.get("ray", {})
-    _known("[ray]", place, ("address",))
+    ray_table = document.get("ray", {})
+    _known("[ray]", ray_table, ("address",))
     settings = document.get("settings", {})
     Settings.given(settings)
     topology = document.get("topology")
@@ -200,11 +202,11 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
     pair, commit = document["pair"], document.get("commit", "each")
     if not isinstance(pair, str) or not pair or commit not in ("each", "all"):
         raise InputError(f"pair is {pair!r} and commit {commit!r}, expected a name, and 'each' or 'all'")
-    return ClusterSpec(pair, trainer, instances, gateway, place.get("address", "auto"), commit, settings, topology)
+    return ClusterSpec(pair, trainer, instances, gateway, ray_table.get("address", "auto"), commit, settings, topology)
 
 
 def _topology(table: object) -> None:
-    """Raises InputError for what is none."""
+    """Checks the table `[topology]`. Raises InputError for what is no topology."""
     if not isinstance(table, dict):
         raise InputError("[topology] is no table")
     try:
@@ -222,11 +224,11 @@ def _known(where: str, table: object, known: tuple[str, ...]) -> None:
 
 def _table(kind: type[T], where: str, table: object) -> T:
     """A table of the file as the dataclass that describes it."""
-    described = fields(kind)  # type: ignore[arg-type]
-    _known(where, table, tuple(f.name for f in described))
+    members = fields(kind)  # type: ignore[arg-type]
+    _known(where, table, tuple(f.name for f in members))
     assert isinstance(table, dict)
     types = get_type_hints(kind)
-    for f in described:
+    for f in members:
         if f.name not in table:
             if f.default is MISSING and f.default_factory is MISSING:
                 raise InputError(f"{where}: {f.name!r} is missing")
@@ -237,7 +239,7 @@ def _table(kind: type[T], where: str, table: object) -> T:
 
 def _is(value: object, wanted: Any) -> bool:
     if isinstance(wanted, UnionType):
-        return any(_is(value, one) for one in get_args(wanted))
+        return any(_is(value, kind) for kind in get_args(wanted))
     origin, inner = get_origin(wanted), get_args(wanted)
     if origin is list:
         return isinstance(value, list) and all(_is(item, inner[0]) for item in value)
@@ -248,5 +250,5 @@ def _is(value: object, wanted: Any) -> bool:
 
 def _said(wanted: Any) -> str:
     names = {str: "text", int: "a whole number", list: "a list of texts", dict: "a table"}
-    kinds = [one for one in get_args(wanted) if one is not type(None)] if isinstance(wanted, UnionType) else [wanted]
-    return " or ".join(names.get(get_origin(one) or one, str(one)) for one in kinds)
+    kinds = [kind for kind in get_args(wanted) if kind is not type(None)] if isinstance(wanted, UnionType) else [wanted]
+    return " or ".join(names.get(get_origin(kind) or kind, str(kind)) for kind in kinds)

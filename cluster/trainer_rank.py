@@ -20,15 +20,17 @@ class Mailbox(Protocol):
     """One end of a conversation."""
 
     def send(self, what: object, /) -> None:
-        """Says something."""
+        """Sends a message to the other end."""
 
     def recv(self) -> Any:
-        """Waits for what the other end says."""
+        """Waits for a message of the other end."""
 
 
 def serve(spec: ClusterSpec, rank: int, address: str, rendezvous: str, mail: Mailbox) -> None:
-    """Says (CONNECTED, None); then for each version that it is told (version, the records of its update by instance, or
-    what went wrong). None ends it.
+    """Connects a rank, and updates at each version that it is told. None ends it.
+
+    Sends (CONNECTED, None) first, and then for each version (version, records of its update by instance), or
+    (version, error).
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment when the entry is called, as torchrun has them.
     """
@@ -54,7 +56,7 @@ def serve(spec: ClusterSpec, rank: int, address: str, rendezvous: str, mail: Mai
 
 
 def _update(worker: TrainerWorker, source: Source, version: int) -> object:
-    """Brings the weights to the version, if the source knows how, and sends them."""
+    """Brings weights to the version, if the source can, and sends them; returns records by instance, or the error."""
     try:
         if (bring := getattr(source, "at", None)) is not None:
             bring(version)

@@ -22,7 +22,7 @@ def trainer_name(pair: str, rank: int) -> str:
 
 
 def kept_spec(pair: str, seconds: float) -> ClusterSpec | None:
-    """The file by which the trainer of a pair was started, None if it was not."""
+    """The cluster file by which the trainer of a pair was started, None if there is no such trainer."""
     first = find_actor(trainer_name(pair, 0))
     if first is None:
         return None
@@ -36,29 +36,29 @@ def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float
     options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
     undo.callback(give_back, spec.pair)
     actors = []
-    for rank, place in enumerate(reserve(spec, seconds)):
+    for rank, placement in enumerate(reserve(spec, seconds)):
         name = trainer_name(spec.pair, rank)
-        actors.append(spawn(RankActor, name, environment, spec, detached=True, **{**options, **place}))
+        actors.append(spawn(RankActor, name, environment, spec, detached=True, **{**options, **placement}))
         undo.callback(stop_actor, name)
     _begin(actors, spec, seconds)
 
 
 def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:
     """Has every rank describe itself and connect."""
-    placed = [actor.address.remote() for actor in actors]
-    addresses = [answered(where, f"trainer rank {rank}", seconds) for rank, where in enumerate(placed)]
+    futures = [actor.address.remote() for actor in actors]
+    addresses = [answered(future, f"trainer rank {rank}", seconds) for rank, future in enumerate(futures)]
     rendezvous = f"{addresses[0]}:{answered(actors[0].free_port.remote(), 'trainer rank 0', seconds)}"
     for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
-        begun = actor.begin.remote("weightcast.cluster.trainer_rank:serve", spec, rank, address, rendezvous)
-        answered(begun, f"trainer rank {rank}", seconds)
+        call = actor.begin.remote("weightcast.cluster.trainer_rank:serve", spec, rank, address, rendezvous)
+        answered(call, f"trainer rank {rank}", seconds)
     _hear_all(actors, CONNECTED, seconds)
 
 
 def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
-    """Tells every trainer rank of a pair that `up` started to send its weights as `version`; the gateway's record by
-    instance. If one of them was started again, all begin and connect anew before it.
+    """Has trainer ranks that `up` started send their weights as `version`; returns the gateway's record by instance.
 
-    Raises what the update raised, and ControlError if there are no such ranks.
+    If one of them was started again, all begin and connect anew first. Raises what the update raised, and ControlError
+    if there are no such ranks.
     """
     import ray
 
@@ -74,13 +74,13 @@ def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
             raise EngineError(f"pair {pair}: trainer ranks do not end within {seconds:g} s")
         _begin(actors, spec, seconds)
     ray.get([actor.tell.remote(version) for actor in actors])
-    found = _hear_all(actors, version, seconds)[0]
-    assert isinstance(found, dict)
-    return found
+    records = _hear_all(actors, version, seconds)[0]
+    assert isinstance(records, dict)
+    return records
 
 
 def _answer(actor: Any, method: str, seconds: float) -> Any:
-    """What an actor says, which may be starting again. Raises EngineError for one that is gone for good."""
+    """The answer of an actor that may be starting again. Raises EngineError for one that is gone for good."""
     import ray
 
     deadline = time.monotonic() + seconds
@@ -94,29 +94,29 @@ def _answer(actor: Any, method: str, seconds: float) -> Any:
 
 
 def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
-    """What each rank says about something; what it said late about something else is passed over.
+    """The message of each rank about something; late messages about something else are passed over.
 
-    Raises what one of them says was wrong, and EngineError for one that has ended or says nothing.
+    Raises the error that one of them sends, and EngineError for one that has ended or says nothing.
     """
     import ray
 
-    said: dict[int, object] = {}
+    messages: dict[int, object] = {}
     deadline = time.monotonic() + seconds
-    while len(said) < len(actors) and time.monotonic() < deadline:
-        asked = {rank: actor.hear.remote(1.0) for rank, actor in enumerate(actors) if rank not in said}
-        for rank, answer in asked.items():
+    while len(messages) < len(actors) and time.monotonic() < deadline:
+        futures = {rank: actor.hear.remote(1.0) for rank, actor in enumerate(actors) if rank not in messages}
+        for rank, future in futures.items():
             try:
-                there, what = ray.get(answer)
+                is_message, message = ray.get(future)
             except ray.exceptions.RayError as error:
                 raise EngineError(f"trainer rank {rank} ended: {' '.join(str(error).split())[:300]}") from None
-            if isinstance(what, Exception):
-                raise what
-            if there and isinstance(what, tuple) and what[0] == about:
-                said[rank] = what[1]
-    for what in said.values():
-        if isinstance(what, Exception):
-            raise what
-    missing = [rank for rank in range(len(actors)) if rank not in said]
-    if missing:
-        raise EngineError(f"trainer ranks {', '.join(map(str, missing))} said nothing for {seconds:g} s")
-    return [said[rank] for rank in range(len(actors))]
+            if isinstance(message, Exception):
+                raise message
+            if is_message and isinstance(message, tuple) and message[0] == about:
+                messages[rank] = message[1]
+    for message in messages.values():
+        if isinstance(message, Exception):
+            raise message
+    silent_ranks = [rank for rank in range(len(actors)) if rank not in messages]
+    if silent_ranks:
+        raise EngineError(f"trainer ranks {', '.join(map(str, silent_ranks))} said nothing for {seconds:g} s")
+    return [messages[rank] for rank in range(len(actors))]

@@ -14,12 +14,12 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
-    """`weightcast up`, `weightcast down` and `weightcast update`."""
-    for name, does, run in (
+    """Adds the parsers of `weightcast up`, `down` and `update`."""
+    for name, help_text, run in (
         ("up", "start gateway, engines and trainer ranks of a cluster file on Ray", _up),
         ("down", "stop what 'up' started, and nothing else", _down),
     ):
-        parser = commands.add_parser(name, help=does)
+        parser = commands.add_parser(name, help=help_text)
         parser.add_argument("spec", type=Path, metavar="FILE", help="cluster file (docs/clusters.md)")
         parser.add_argument("--deadline", type=float, default=900.0, help="seconds for each step (900)")
         parser.add_argument("--json", action="store_true", help="print JSON")
@@ -69,6 +69,6 @@ def _update(arguments: argparse.Namespace) -> int:
     from weightcast.commands.outcome import show_update
 
     with on_ray(arguments.ray):
-        found = update(arguments.pair, arguments.version, arguments.deadline)
-    show_update(arguments.version, found, arguments.json)
+        records = update(arguments.pair, arguments.version, arguments.deadline)
+    show_update(arguments.version, records, arguments.json)
     return 0

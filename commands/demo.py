@@ -25,7 +25,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
-    """`weightcast demo`."""
+    """Adds the parser of `weightcast demo`."""
     parser = commands.add_parser("demo", help="train, sync and compare on this machine, with real SGLang servers")
     parser.add_argument(
         "--model", type=Path, metavar="DIR", help="checkpoint folder; a small Qwen3-MoE is made otherwise"
@@ -104,15 +104,15 @@ def _run(arguments: argparse.Namespace) -> int:
     config = _config(arguments, arguments.work or Path(tempfile.gettempdir()) / f"weightcast-demo-{os.getpid()}")
     from weightcast.demo.run import run_demo
 
-    begun = time.monotonic()
+    start = time.monotonic()
     with _progress(2 + len(config.servers) + config.versions) as (progress, task):
 
         def say(text: str) -> None:
-            progress.console.print(f"[{time.monotonic() - begun:5.1f} s] {text}", markup=False, highlight=False)
+            progress.console.print(f"[{time.monotonic() - start:5.1f} s] {text}", markup=False, highlight=False)
             progress.update(task, advance=1)
 
         outcomes, faults = run_demo(config, say)
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     if arguments.json:
         print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "faults": faults, "seconds": seconds}))
     else:

@@ -28,7 +28,7 @@ SCOPES = {"operator": "WEIGHTCAST_TOKEN", "worker": "WEIGHTCAST_WORKER_TOKEN", "
 
 
 def add(commands: Commands) -> None:
-    """`weightcast gateway`."""
+    """Adds the parser of `weightcast gateway`."""
     parser = commands.add_parser("gateway", help="serve the control plane over HTTP")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; loopback unless told otherwise")
     parser.add_argument("--port", type=int, default=8900)
@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.port < 65536:
         raise InputError(f"port {arguments.port} is not in 1..65535")
     _check_certificate(arguments.tls_cert, arguments.tls_key)
-    tokens, made = _tokens()
+    tokens, new_tokens = _tokens()
     set_up(arguments.log or ("text" if sys.stderr.isatty() else "json"))
     store = Store(arguments.state)
     store.open()
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
         logging.getLogger("weightcast.gateway").warning(
             "%s is not loopback and not encrypted: tokens can be read on the way; use --tls-cert", url
         )
-    _show(url, made, as_json=arguments.json)
+    _show(url, new_tokens, as_json=arguments.json)
     keep_freed_memory()
     with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
@@ -81,18 +81,18 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _tokens() -> tuple[Tokens, dict[str, str]]:
-    """The tokens of the environment, and those that were made because it has none at all, by variable."""
+    """The gateway's tokens, and by variable those made here because the environment has no operator's token."""
     from weightcast.gateway.server.tokens import Tokens, make_token
 
-    given = {scope: os.environ.get(variable, "") for scope, variable in SCOPES.items()}
-    if given["operator"]:
-        return Tokens(**given), {}
-    made = {scope: token or make_token() for scope, token in given.items()}
-    return Tokens(**made), {SCOPES[scope]: made[scope] for scope in SCOPES if not given[scope]}
+    values = {scope: os.environ.get(variable, "") for scope, variable in SCOPES.items()}
+    if values["operator"]:
+        return Tokens(**values), {}
+    tokens = {scope: token or make_token() for scope, token in values.items()}
+    return Tokens(**tokens), {SCOPES[scope]: tokens[scope] for scope in SCOPES if not values[scope]}
 
 
 def _show(url: str, made: dict[str, str], as_json: bool) -> None:
-    """Tokens that were made here are shown this once; given ones are not repeated."""
+    """Prints the address, and this once the tokens that were made here; given ones are not repeated."""
     if as_json:
         print(json.dumps({"url": url, "token": made.get(SCOPES["operator"]), "tokens": made}), flush=True)
     elif made:

@@ -14,7 +14,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
-    """`weightcast inspect`."""
+    """Adds the parser of `weightcast inspect`."""
     parser = commands.add_parser("inspect", help="show what the ranks of an instance hold")
     parser.add_argument("pair")
     parser.add_argument("instance")

@@ -13,7 +13,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
-    """`weightcast load`."""
+    """Adds the parser of `weightcast load`."""
     from weightcast.commands.status import add_gateway_option
 
     parser = commands.add_parser("load", help="load a safetensors checkpoint into engines, without a trainer")
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     instances = dict(_instance(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
     topology = _topology(arguments.topology) if arguments.topology else None
-    source.describe()  # what is wrong with the checkpoint is told before anything is asked of an engine
+    source.describe()  # a fault of the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
             raise InputError(f"there is a pair {arguments.pair!r} already; give another name as --pair")
@@ -60,11 +60,11 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         try:
             worker.connect()
-            found = worker.update(arguments.version).instances
+            records = worker.update(arguments.version).instances
         finally:
             worker.close()
             client.delete_pair(arguments.pair)
-    show_update(arguments.version, found, arguments.json)
+    show_update(arguments.version, records, arguments.json)
     return 0
 
 
@@ -74,14 +74,14 @@ def _topology(path: Path) -> dict[str, Any]:
     from weightcast.transfer.planner.topology import read_topology
 
     try:
-        data = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from None
-    return read_topology(data).document
+    return read_topology(content).document
 
 
 def _instance(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, engine record) of an `--instance`. Raises InputError."""
+    """The name and the engine record of an `--instance`. Raises InputError."""
     from weightcast.transfer.errors import InputError
 
     try:

@@ -1,4 +1,4 @@
-"""How commands show an update."""
+"""Output of the commands that make an update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["show_update"]
 
 
 def show_update(version: int, instances: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
-    """A version that every instance serves: the gateway's record of each, as JSON or a line each."""
+    """Prints a version that every instance serves: the gateway's record of each, as JSON or a line each."""
     if as_json:
         print(json.dumps({"version": version, "instances": instances}))
         return

@@ -37,11 +37,11 @@ _MOST_REDUNDANT = 1 << 14
 
 
 def add(commands: Commands) -> None:
-    """`weightcast plan`."""
+    """Adds the parser of `weightcast plan`."""
     parser = commands.add_parser("plan", help="plan a transfer offline, from a layout bundle or a model's shape")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--layouts", type=Path, metavar="FILE", help="layout bundle, JSON or msgpack")
-    what.add_argument("--shape", choices=sorted(MODELS), help="a published model instead of a bundle")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--layouts", type=Path, metavar="FILE", help="layout bundle, JSON or msgpack")
+    source.add_argument("--shape", choices=sorted(MODELS), help="a published model instead of a bundle")
     parser.add_argument("--json", action="store_true", help="print all operations as JSON (with --shape the summary)")
     parser.add_argument("--no-check", dest="check", action="store_false", help="do not prove the plan's invariants")
     shape = parser.add_argument_group("with --shape")
@@ -70,7 +70,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     bundle = _of_shape(arguments) if arguments.shape else read_bundle(_read(arguments.layouts))
     topology = read_topology(_read(arguments.simulate)) if arguments.simulate else None
     hosts = Hosts.of(bundle.trainer_hosts, list(bundle.instance_hosts.values()), topology)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     plan = plan_transfer(
         bundle.trainer,
         bundle.instances,
@@ -79,7 +79,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         hosts=hosts,
         topology=topology if arguments.relays else None,
     )
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     traffic = traffic_of(plan)
     simulation = None
     if topology is not None and hosts is not None:
@@ -118,7 +118,7 @@ def _of_shape(arguments: argparse.Namespace) -> Bundle:
     count, world = read_instances(arguments.instances)
     if not 0 <= arguments.redundant <= _MOST_REDUNDANT:
         raise InputError(f"--redundant {arguments.redundant}: expected a number from 0 to {_MOST_REDUNDANT:,}")
-    made = [
+    layouts = [
         tuple(
             instance_tables(
                 model, world, random_placement(model, arguments.redundant, seed), arguments.dense, arguments.dtype
@@ -127,7 +127,7 @@ def _of_shape(arguments: argparse.Namespace) -> Bundle:
         for seed in range(1 if arguments.maps == "equal" else count)
     ]
     trainer = tuple(trainer_tables(model, arguments.trainer))
-    instances = {f"instance-{i}": made[i % len(made)] for i in range(count)}
+    instances = {f"instance-{i}": layouts[i % len(layouts)] for i in range(count)}
     # Every rank's catalogue has the tensors of that rank alone; nothing beyond what some rank holds is required.
     return Bundle(
         trainer[0].tensors, trainer, ("",) * len(trainer), instances, {name: ("",) * world for name in instances}
@@ -159,18 +159,18 @@ def _document(s: Simulation) -> dict[str, Any]:
 
 
 _SHOWN = 32
-"""Ranks that are all listed; of more only the busiest of each side are."""
+"""Number of ranks up to which all are listed; of more, only the two busiest of each side."""
 
 
 def _verdict(s: Simulation, plan: TransferPlan, traffic: Traffic) -> str:
     rows: list[tuple[str, ...]] = [("rank", "seconds", *LINK_NAMES)]
-    for begin, end in zip(s.first[:-1].tolist(), s.first[1:].tolist(), strict=True):
-        order = np.arange(begin, end)
-        if len(s.labels) > _SHOWN and end - begin > 2:
-            order = np.sort(begin + np.argsort(-s.rank_seconds[begin:end], kind="stable")[:2])
+    for start, stop in zip(s.first[:-1].tolist(), s.first[1:].tolist(), strict=True):
+        order = np.arange(start, stop)
+        if len(s.labels) > _SHOWN and stop - start > 2:
+            order = np.sort(start + np.argsort(-s.rank_seconds[start:stop], kind="stable")[:2])
         rows += [(s.labels[i], f"{s.rank_seconds[i]:.4f}", *(f"{x:.4f}" for x in s.seconds[:, i])) for i in order]
-        if len(order) < end - begin:
-            rows.append((f"  and {end - begin - 2} more", f"{np.median(s.rank_seconds[begin:end]):.4f}", "(median)"))
+        if len(order) < stop - start:
+            rows.append((f"  and {stop - start - 2} more", f"{np.median(s.rank_seconds[start:stop]):.4f}", "(median)"))
     lines = _columns(rows)
     lines += [
         "",
@@ -183,7 +183,7 @@ def _verdict(s: Simulation, plan: TransferPlan, traffic: Traffic) -> str:
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines with the columns under one another, the first to the left; short rows end early."""
+    """Rows as lines with aligned columns, the first to the left, the others to the right; short rows end early."""
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -196,7 +196,7 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked: bool) -> str:
     rows: list[tuple[str, ...]] = [("rank", "bytes sent", "bytes received", "bytes copied")]
-    rows += [(f"trainer {rank}", f"{sent:,}", "", "") for rank, sent in enumerate(traffic.trainer_sent.tolist())]
+    rows += [(f"trainer {rank}", f"{nbytes:,}", "", "") for rank, nbytes in enumerate(traffic.trainer_sent.tolist())]
     for name, *columns in zip(plan.instances, traffic.sent, traffic.received, traffic.copied, strict=True):
         for rank, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             rows.append((f"{name} {rank}", *(f"{number:,}" if number else "" for number in numbers)))

@@ -1,4 +1,4 @@
-"""`weightcast status`: the pairs of a gateway and where their instances stand."""
+"""`weightcast status`: the pairs of a gateway and the state of their instances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
-    """`weightcast status`."""
+    """Adds the parser of `weightcast status`."""
     parser = commands.add_parser("status", help="show the pairs of a gateway")
     add_gateway_option(parser)
     parser.add_argument(
@@ -43,7 +43,7 @@ def _seconds(text: str) -> float:
 
 
 def add_gateway_option(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that asks a gateway."""
+    """Adds the options of every command that asks a gateway."""
     parser.add_argument(
         "--gateway", default="http://127.0.0.1:8900", metavar="URL", help="the token is WEIGHTCAST_TOKEN"
     )
@@ -71,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(client: GatewayClient, seconds: float, as_json: bool) -> None:
-    """Until Ctrl-C. A gateway that is gone for a while is waited for, and said to be gone."""
+    """Shows the pairs anew until Ctrl-C. The tables stay while the gateway is gone, with a line that says so."""
     from rich.live import Live
 
     with suppress(KeyboardInterrupt):
@@ -81,7 +81,7 @@ def _watch(client: GatewayClient, seconds: float, as_json: bool) -> None:
                 print(json.dumps({"pairs": pairs}), flush=True)
                 time.sleep(seconds)
                 pairs = client.status()
-        with Live(_shown(pairs), auto_refresh=False, vertical_overflow="visible") as live:
+        with Live(_shown(pairs), auto_refresh=False, vertical_overflow="visible") as display:
             while True:
                 time.sleep(seconds)
                 trouble = ""
@@ -89,7 +89,7 @@ def _watch(client: GatewayClient, seconds: float, as_json: bool) -> None:
                     pairs = client.status()
                 except TransferError as error:
                     trouble = f"as it was last: {error}"
-                live.update(_shown(pairs, trouble), refresh=True)
+                display.update(_shown(pairs, trouble), refresh=True)
 
 
 def _shown(pairs: list[dict[str, Any]], trouble: str = "") -> Group:
@@ -110,14 +110,14 @@ def _shown(pairs: list[dict[str, Any]], trouble: str = "") -> Group:
 
 
 def _values(instance: dict[str, Any]) -> str:
-    """What the last update found of values that are not finite, if it went on with them."""
+    """A text on values that are not finite in the last update, if it was committed with them; else empty."""
     last = instance["updates"][-1] if instance["updates"] else None
     if last is None or not last["committed"] or not last["non_finite"]:
         return ""
-    first, more = last["non_finite"][0], last["non_finite_tensors"] - 1
+    first, count = last["non_finite"][0], last["non_finite_tensors"] - 1
     counts = f"{first['nan']} NaN, {first['inf']} infinite, {first['overflow']} too large"
-    others = f", and {more} tensors more" if more else ""
-    return f"version {last['version']} has values that are not finite: {first['tensor']!r}: {counts}{others}"
+    suffix = f", and {count} tensors more" if count else ""
+    return f"version {last['version']} has values that are not finite: {first['tensor']!r}: {counts}{suffix}"
 
 
 def _table(pair: dict[str, Any]) -> RenderableType:

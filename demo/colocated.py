@@ -20,10 +20,10 @@ __all__ = ["DemoHooks", "StoredWeights", "describe_step", "make_dance"]
 
 
 class StoredWeights:
-    """One rank's weights, that go to a file and come back: what a trainer does that makes room for an engine's cache.
+    """One rank's weights, which go to a file and come back, as in a trainer that makes room for an engine's cache.
 
     Every storage that the source describes is emptied in place, so views and optimizer keep what they hold. Storages
-    in shared memory cannot be emptied: such weights are lent by staging, or stay.
+    in shared memory cannot be emptied: such weights are exported through a staging buffer, or stay.
     """
 
     def __init__(self, source: Source, file: Path) -> None:
@@ -32,35 +32,35 @@ class StoredWeights:
 
     @property
     def away_bytes(self) -> int:
-        """Bytes that are in the file alone."""
+        """Number of bytes that are in the file alone."""
         return self._file.stat().st_size if self._away else 0
 
     def offload(self) -> None:
-        """Writes them to the file and frees their memory."""
+        """Writes the weights to the file and frees their memory."""
         import torch
 
-        found = [base.untyped_storage() for base in self._source.describe().memory.bases]
-        storages = list({storage._cdata: storage for storage in found}.values())
+        references = [base.untyped_storage() for base in self._source.describe().memory.bases]
+        storages = list({storage._cdata: storage for storage in references}.values())
         torch.save([_flat(storage) for storage in storages], self._file)
         self._away = storages
         for storage in storages:
             storage.resize_(0)
 
     def resume(self) -> None:
-        """Takes memory for them and reads them back, if they are away."""
+        """Takes memory for the weights and reads them back, if they are away."""
         import torch
 
         if not self._away:
             return
-        for storage, saved in zip(self._away, torch.load(self._file, weights_only=True), strict=True):
-            storage.resize_(saved.numel())
-            _flat(storage).copy_(saved)
+        for storage, content in zip(self._away, torch.load(self._file, weights_only=True), strict=True):
+            storage.resize_(content.numel())
+            _flat(storage).copy_(content)
         self._away = []
         self._file.unlink()
 
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """(nbytes,) uint8 over a storage."""
+    """The bytes of a storage: (nbytes,) uint8, sharing its memory."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
@@ -88,7 +88,7 @@ class DemoHooks:
         self.loss = 0.0
 
     def train(self, version: int) -> None:
-        """See TrainerHooks."""
+        """Brings back what was offloaded, and trains a version."""
         if self._weights is not None:
             self._weights.resume()
         if isinstance(self._training, FsdpTraining):
@@ -96,16 +96,16 @@ class DemoHooks:
         self.loss = self._training.optimize(self._batch(version), self._steps)
 
     def free(self) -> None:
-        """See TrainerHooks."""
+        """Moves FSDP2's optimizer states to a file; Megatron's stay."""
         if isinstance(self._training, FsdpTraining):
             self._training.offload_optimizer(self._file)
 
     def transfer(self, version: int) -> None:
-        """See TrainerHooks."""
+        """Updates the engines to `version`, on every rank."""
         self._update(version)
 
     def offload(self) -> None:
-        """See TrainerHooks. Weights that engines read in place stay: their memory is shared."""
+        """Calls `look`, then offloads the weights. Weights that engines read in place stay: their memory is shared."""
         if self._weights is not None:
             self._weights.resume()  # where this step is made again
         self._look()
@@ -118,9 +118,9 @@ def make_dance(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline
     import torch.distributed as dist
 
     def agree(failure: str) -> str:
-        said: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(said, failure)
-        return "; ".join(dict.fromkeys(text for text in said if text))
+        failures: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+        return "; ".join(dict.fromkeys(text for text in failures if text))
 
     memories = [SGLangMemory(name, url, timeout=deadline) for name, url in engines.items()]
     return MemoryDance(memories, hooks, leads=rank == 0, agree=agree)
@@ -129,12 +129,12 @@ def make_dance(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline
 def describe_step(step: StepReport) -> str:
     """One line: the step, what it changed, and how long it took."""
     sides = [
-        f"{name} {before / 1e6:.0f} -> {after / 1e6:.0f} MB"
-        for name, before, after in (
+        f"{name} {start_bytes / 1e6:.0f} -> {end_bytes / 1e6:.0f} MB"
+        for name, start_bytes, end_bytes in (
             ("trainer rank 0", step.before.process, step.after.process),
             ("host", step.before.host, step.after.host),
             ("device", step.before.device, step.after.device),
         )
-        if before or after
+        if start_bytes or end_bytes
     ]
     return f"  {step.step:<17} {step.seconds:6.2f} s   {', '.join(sides)}"

@@ -39,24 +39,24 @@ class ServerConfig:
 
     @classmethod
     def parse(cls, text: str) -> ServerConfig:
-        """From JSON such as `{"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}`. Raises InputError."""
+        """Reads JSON such as `{"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}`. Raises InputError."""
         try:
-            given = json.loads(text)
-            row = given.pop("map", [])
-            made = cls(**given, placement=tuple(int(n) for n in row))
+            record = json.loads(text)
+            row = record.pop("map", [])
+            config = cls(**record, placement=tuple(int(n) for n in row))
         except (ValueError, TypeError, AttributeError) as error:
             raise InputError(f"instance {text!r} is not JSON with name, tp, ep, pp and map: {error}") from None
-        if not isinstance(made.name, str) or not all(
-            isinstance(n, int) and n >= 1 for n in (made.tp, made.ep, made.pp)
+        if not isinstance(config.name, str) or not all(
+            isinstance(n, int) and n >= 1 for n in (config.tp, config.ep, config.pp)
         ):
             raise InputError(f"instance {text!r}: name must be text, tp, ep and pp whole numbers from 1")
-        if not _NAME.fullmatch(made.name):
-            raise InputError(f"instance name {made.name!r} is not letters, digits, '_' and '-'")
-        if made.tp % made.ep:
-            raise InputError(f"instance {made.name}: ep {made.ep} does not divide tp {made.tp}")
-        if made.placement:
-            ExpertPlacement(np.array([made.placement]), max(made.placement) + 1, made.ep)  # raises for a bad map
-        return made
+        if not _NAME.fullmatch(config.name):
+            raise InputError(f"instance name {config.name!r} is not letters, digits, '_' and '-'")
+        if config.tp % config.ep:
+            raise InputError(f"instance {config.name}: ep {config.ep} does not divide tp {config.tp}")
+        if config.placement:
+            ExpertPlacement(np.array([config.placement]), max(config.placement) + 1, config.ep)  # raises for a bad map
+        return config
 
     @property
     def world_size(self) -> int:
@@ -74,7 +74,7 @@ DEFAULT_SERVERS = (
 
 @dataclass(frozen=True, slots=True)
 class MegatronConfig:
-    """How Megatron-Core splits the trainer: tensor, pipeline, expert and expert-tensor parallel ranks."""
+    """Megatron-Core's split of the trainer: tensor, pipeline, expert and expert-tensor parallel ranks."""
 
     tp: int = 2
     pp: int = 2
@@ -83,14 +83,14 @@ class MegatronConfig:
 
     @classmethod
     def parse(cls, text: str) -> MegatronConfig:
-        """From JSON such as `{"tp": 2, "pp": 2, "ep": 2, "etp": 1}`; what is absent is 1. Raises InputError."""
+        """Reads JSON such as `{"tp": 2, "pp": 2, "ep": 2, "etp": 1}`; what is absent is 1. Raises InputError."""
         try:
-            made = cls(**{"tp": 1, "pp": 1, "ep": 1, **json.loads(text)})
+            config = cls(**{"tp": 1, "pp": 1, "ep": 1, **json.loads(text)})
         except (ValueError, TypeError) as error:
             raise InputError(f"trainer layout {text!r} is not JSON with tp, pp, ep and etp: {error}") from None
-        if not all(type(n) is int and n >= 1 for n in (made.tp, made.pp, made.ep, made.etp)):
+        if not all(type(n) is int and n >= 1 for n in (config.tp, config.pp, config.ep, config.etp)):
             raise InputError(f"trainer layout {text!r}: tp, pp, ep and etp must be whole numbers from 1")
-        return made
+        return config
 
     @property
     def ranks(self) -> int:
@@ -103,11 +103,11 @@ class MegatronConfig:
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """What to run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs.
+    """Settings of a run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs.
 
     `megatron` None means FSDP2. `ray` is the address of a Ray cluster to run on, "local" for one made for it, None for
-    plain processes. `prelude` is a Python file that each trainer process runs before anything of its
-    framework is imported. `share` is what the trainer lends to the engines, which are then all on its host.
+    plain processes. `prelude` is a Python file that each trainer process runs before anything of its framework is
+    imported. `share` is the way in which the trainer exports weights to the engines, which are then all on its host.
     """
 
     work: Path
@@ -147,27 +147,29 @@ class VersionOutcome:
     shared: int = 0
 
     def faults(self, config: DemoConfig) -> list[str]:
-        """What is wrong with it; empty when all is proven.
+        """The faults of the outcome; empty when all is proven.
 
         Tokens have to be equal in float32 only: in bfloat16 near ties flip, so there log-probabilities are compared.
-        Every prompt has to change with the version for the demo's own model; for a model of yours one is enough.
+        With the demo's own model every prompt has to change with the version; with a model of yours one is enough.
         """
-        dtype, found = config.dtype, []
+        dtype, faults = config.dtype, []
         if dtype == "float32" and self.equal != self.prompts:
-            found.append(f"{self.prompts - self.equal} of {self.prompts} prompts differ from the trainer's tokens")
+            faults.append(f"{self.prompts - self.equal} of {self.prompts} prompts differ from the trainer's tokens")
         if self.changed < (self.prompts if config.model is None else 1):
-            found.append(f"only {self.changed} of {self.prompts} prompts' tokens changed since the version before")
+            faults.append(f"only {self.changed} of {self.prompts} prompts' tokens changed since the version before")
         if self.weight_version != str(self.version):
-            found.append(f"weight_version is {self.weight_version!r}, expected {self.version!r}")
+            faults.append(f"weight_version is {self.weight_version!r}, expected {self.version!r}")
         if not self.verified.get("regions"):
-            found.append("no region of its memory was verified")
+            faults.append("no region of its memory was verified")
         if not self.logprob_gap <= LOGPROB_LIMIT[dtype]:  # so that NaN is a fault
-            found.append(
+            faults.append(
                 f"log-probabilities differ by {self.logprob_gap:.2g} on average, limit {LOGPROB_LIMIT[dtype]:g}"
             )
         if config.share is not None and (self.sent or not self.shared):
-            found.append(f"{self.sent} bytes went through sockets and {self.shared} through memory, expected all there")
-        return [f"version {self.version} on {self.instance}: {text}" for text in found]
+            faults.append(
+                f"{self.sent} bytes went through sockets and {self.shared} through memory, expected all there"
+            )
+        return [f"version {self.version} on {self.instance}: {text}" for text in faults]
 
 
 LOGPROB_LIMIT = {"float32": 1e-3, "bfloat16": 0.1}

@@ -1,4 +1,4 @@
-"""Who runs the demo's processes: this machine, or (`ray_machines`) a Ray cluster."""
+"""Machines that run the demo's processes: this one, or a Ray cluster (`ray_machines`)."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class Trainers(Protocol):
     """The trainer ranks. Rank 0 speaks for all; an end or error of any of them is raised here."""
 
     def send(self, what: object) -> None:
-        """To rank 0."""
+        """Sends a message to rank 0."""
 
     def receive(self) -> object:
-        """The next thing from rank 0. Raises EngineError when it does not come, and the error of any rank."""
+        """The next message of rank 0. Raises EngineError when it does not come, and the error of any rank."""
 
 
 class Machines(Protocol):
     """Starts the demo's processes. What was started is ended on leaving."""
 
     def start_gateway(self) -> str:
-        """The address for trainers, once it answers."""
+        """Starts the gateway; returns its address for trainers, once it answers."""
 
     def start_server(self, spec: ServerConfig) -> Server:
         """Starts a server without waiting: call its `wait_up` when all are started."""
 
     def start_trainers(self, url: str) -> Trainers:
-        """All trainer ranks, given the gateway's address."""
+        """Starts all trainer ranks with the gateway's address."""
 
 
 class LocalMachines:
@@ -76,14 +76,14 @@ class _TrainerProcesses:
         self._processes, self._pipes, self._seconds = processes, pipes, seconds
 
     def send(self, what: object) -> None:
-        """To rank 0."""
+        """Sends a message to rank 0."""
         try:
             self._pipes[0].send(what)
         except OSError:
             self.receive()
 
     def receive(self) -> object:
-        """The next thing from rank 0. Raises EngineError when it does not come, and the error of any rank."""
+        """The next message of rank 0. Raises EngineError when it does not come, and the error of any rank."""
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
             ready = wait([*self._pipes, *(p.sentinel for p in self._processes)], 1.0)
@@ -97,12 +97,12 @@ class _TrainerProcesses:
 
     def _read(self, pipe: Connection) -> object:
         try:
-            found = pipe.recv()
+            message = pipe.recv()
         except (EOFError, OSError):
             raise EngineError(f"trainer rank {self._pipes.index(pipe)} ended without a word") from None
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(message, Exception):
+            raise message
+        return message
 
 
 @contextmanager
@@ -119,10 +119,10 @@ def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[_TrainerPro
     ]
     for process in processes:
         process.start()
-    for _, theirs in pipes:
-        theirs.close()  # else the end of a process would not end its pipe
+    for _, child_end in pipes:
+        child_end.close()  # else the end of a process would not end its pipe
     try:
-        yield _TrainerProcesses(processes, [ours for ours, _ in pipes], config.deadline)
+        yield _TrainerProcesses(processes, [parent_end for parent_end, _ in pipes], config.deadline)
         for process in processes:
             process.join(30.0)
     finally:

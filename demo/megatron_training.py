@@ -28,7 +28,7 @@ _WITHOUT_KERNELS: dict[str, Any] = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-"""Parts of Megatron that are there for speed alone and need its CUDA kernels."""
+"""Settings without the parts of Megatron that are there for speed alone and need its CUDA kernels."""
 
 
 def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> None:
@@ -51,7 +51,7 @@ def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> No
         )
     if sizes.tie_word_embeddings or sizes.attention_bias:
         raise InputError("the demo's Megatron trainer builds Qwen3-MoE without tied embeddings and biases")
-    for what, count, parts in (
+    for name, count, parts in (
         # Padding of a vocabulary counts in Megatron's loss, which then is not the reference's.
         ("vocab_size", sizes.vocab_size, mesh.tp),
         ("num_key_value_heads", sizes.num_key_value_heads, mesh.tp),
@@ -60,7 +60,7 @@ def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> No
         ("moe_intermediate_size", sizes.moe_intermediate_size, mesh.etp),
     ):
         if count % parts:
-            raise InputError(f"the model's {what} {count} cannot be split over {parts} ranks of {mesh}")
+            raise InputError(f"the model's {name} {count} cannot be split over {parts} ranks of {mesh}")
 
 
 class MegatronTraining:
@@ -80,11 +80,11 @@ class MegatronTraining:
         from megatron.core import parallel_state
 
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        mine, loss = rows[rank % len(rows) :: ranks], 0.0
+        batch, loss = rows[rank % len(rows) :: ranks], 0.0
         for _ in range(steps):
             self._trained.zero_grad_buffer()
             self._optimizer.zero_grad()
-            loss = self._pass(mine, forward_only=False)
+            loss = self._pass(batch, forward_only=False)
             self._optimizer.step()
         return loss
 
@@ -92,17 +92,17 @@ class MegatronTraining:
         return self._pass(rows, forward_only=True)
 
     def gather(self, reference: ReferenceModel) -> None:
-        """By whole tensors, as `megatron_weights` says."""
+        """Copies weights by whole tensors, with `megatron_weights`."""
         gather_weights(self._model, dict(reference.model.named_parameters()))
 
     def _pass(self, rows: torch.Tensor, *, forward_only: bool) -> float:
-        """Megatron's schedule over the pipeline; the mean loss over the data-parallel ranks, on every rank."""
+        """Runs Megatron's schedule over the pipeline; returns the mean loss over data-parallel ranks, on every rank."""
         import torch
         import torch.distributed as dist
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         length = rows.shape[1]
-        # Sequence parallelism takes a multiple of tp; what is added comes after all tokens that count.
+        # Sequence parallelism takes a multiple of tp; the padding comes after all tokens that count.
         padding = -length % self._config.tensor_model_parallel_size
         tokens = torch.nn.functional.pad(rows, (0, padding))
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
@@ -112,7 +112,7 @@ class MegatronTraining:
             loss = losses[:, : length - 1].mean()
             return loss, {"loss": float(loss.detach())}
 
-        found = get_forward_backward_func()(
+        entries = get_forward_backward_func()(
             forward_step_func=lambda _, model: (model(tokens, positions, mask, labels=tokens.roll(-1, 1)), mean),
             data_iterator=None,
             model=self._trained,
@@ -121,14 +121,14 @@ class MegatronTraining:
             micro_batch_size=len(tokens),
             forward_only=forward_only,
         )
-        # Only the last stage has it.
-        total = torch.tensor([sum(entry["loss"] for entry in found), float(len(found))])
+        # Only the last stage has losses.
+        total = torch.tensor([sum(entry["loss"] for entry in entries), float(len(entries))])
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
 
 def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:
-    """(config, model) of this rank; `sizes` is the config of the Transformers model."""
+    """The config and model of this rank; `sizes` is the config of the Transformers model."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -183,7 +183,7 @@ def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:
 
 
 def _optimizer(config: Any, model: Any) -> tuple[Any, Any]:
-    """(the model in Megatron's data-parallel wrapper, its distributed optimizer)."""
+    """The model in Megatron's data-parallel wrapper, and its distributed optimizer."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
@@ -191,9 +191,9 @@ def _optimizer(config: Any, model: Any) -> tuple[Any, Any]:
 
     model.model_type = ModelType.encoder_or_decoder
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-    trained = DistributedDataParallel(config, settings, model)
+    wrapper = DistributedDataParallel(config, settings, model)
     config.finalize_model_grads_func = finalize_model_grads
     adam = OptimizerConfig(
         optimizer="adam", lr=LEARNING_RATE, params_dtype=torch.float32, use_distributed_optimizer=True
     )
-    return trained, get_megatron_optimizer(adam, [trained], use_gloo_process_groups=False)
+    return wrapper, get_megatron_optimizer(adam, [wrapper], use_gloo_process_groups=False)

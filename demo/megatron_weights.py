@@ -1,6 +1,6 @@
 """The weights of a Transformers Qwen3-MoE as Megatron-Core holds them, into its ranks and back.
 
-This is the demo's own way, so that its expectation owes nothing to weightcast: it knows one family, goes by what
+This is the demo's own way, so that its expectation owes nothing to weightcast. It knows one family, goes by what
 Megatron's parameters say of themselves (`partition_dim`), and gathers whole tensors. A mistake made in both directions
 would show in the loss, which the demo compares between both models.
 """
@@ -40,8 +40,10 @@ Tensors = Mapping[str, "torch.Tensor"]
 
 
 class _Part(NamedTuple):
-    """One rank's part of a tensor: `layer` and `expert` numbered over the whole model (-1 where there is none), `place`
-    the number of the part along dimension `dim`, or dim -1 for the whole.
+    """One rank's part of a tensor.
+
+    `layer` and `expert` are numbers in the whole model, -1 where there is none. `place` is the number of the part along
+    dimension `dim`; `dim` -1 means the whole tensor.
     """
 
     layer: int
@@ -70,43 +72,43 @@ def gather_weights(model: Any, target: Tensors) -> None:
     groups = model.config.num_query_groups
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(list(_parts(model)), everyone)
-    whole: dict[tuple[int, int, str], dict[int, _Part]] = {}
+    tensors: dict[tuple[int, int, str], dict[int, _Part]] = {}
     for part in (part for rank in everyone or () for part in rank):
-        whole.setdefault(part[:3], {})[part.place] = part
+        tensors.setdefault(part[:3], {})[part.place] = part
     with torch.no_grad():
-        for places in whole.values():
+        for places in tensors.values():
             part = places[0]
-            rows = _joined(part, [places[place].data for place in range(len(places))])
-            begin = 0
+            rows = _joined(part, [places[number].data for number in range(len(places))])
+            row = 0
             for view in _rows(part, target, groups):
-                view.copy_(rows[begin : begin + len(view)])
-                begin += len(view)
+                view.copy_(rows[row : row + len(view)])
+                row += len(view)
 
 
 def _parts(model: Any) -> list[_Part]:
-    """What this rank holds."""
+    """The parts of all tensors that this rank holds."""
     from megatron.core import parallel_state
 
-    found = []
+    parts = []
     experts = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = experts * parallel_state.get_expert_model_parallel_rank()
     for path, parameter in model.named_parameters():
         layer, expert, name = -1, -1, path
-        place = parallel_state.get_tensor_model_parallel_rank()
-        if inside := _LAYER.match(path):
-            layer = model.decoder.layers[int(inside[1])].layer_number - 1
-            name = inside[2]
-        if local := _EXPERT.match(name):
-            expert, name = first + int(local[1]), local[2]
-            place = parallel_state.get_expert_tensor_parallel_rank()
+        number = parallel_state.get_tensor_model_parallel_rank()
+        if layer_match := _LAYER.match(path):
+            layer = model.decoder.layers[int(layer_match[1])].layer_number - 1
+            name = layer_match[2]
+        if expert_match := _EXPERT.match(name):
+            expert, name = first + int(expert_match[1]), expert_match[2]
+            number = parallel_state.get_expert_tensor_parallel_rank()
         split = getattr(parameter, "tensor_model_parallel", False)
         dim = int(parameter.partition_dim) if split else -1
-        found.append(_Part(layer, expert, name, dim, place if split else 0, parameter.detach()))
-    return found
+        parts.append(_Part(layer, expert, name, dim, number if split else 0, parameter.detach()))
+    return parts
 
 
 def _rows(part: _Part, tensors: Tensors, groups: int) -> list[torch.Tensor]:
-    """Views of the Transformers parameters that are, one below the other, the rows of the whole Megatron tensor."""
+    """Views of Transformers parameters; one below the other they are the rows of the whole Megatron tensor."""
     prefix = f"model.layers.{part.layer}."
     if part.expert >= 0:
         return [tensors[prefix + _FUSED[part.name]][part.expert]]
@@ -137,6 +139,6 @@ def _joined(part: _Part, parts: list[torch.Tensor]) -> torch.Tensor:
     if part.dim < 0:
         return parts[0]
     if part.name == "fc1":
-        gates, ups = zip(*(each.chunk(2) for each in parts), strict=True)
+        gates, ups = zip(*(piece.chunk(2) for piece in parts), strict=True)
         return torch.cat([*gates, *ups])
     return torch.cat(parts, part.dim)

@@ -10,8 +10,9 @@ from weightcast.transfer.errors import InputError
 __all__ = ["PARTS", "PROMPTS", "make_model", "prompt_ids", "quiet", "text_batches"]
 
 EXPERT_SCALE = 12.0
-"""Expert weights are made this much larger than the default initialisation: else they hardly move the output of a tiny
-random model, and a wrong expert would go unseen.
+"""Factor of expert weights over the default initialisation.
+
+Without it they hardly move the output of a tiny random model, and a wrong expert would go unseen.
 """
 
 TEXT = """\
@@ -25,7 +26,7 @@ only a line drawn across the page.
 """
 
 PARTS = 4
-"""Batches that the text is cut into."""
+"""Number of batches that the text is cut into."""
 
 PROMPTS = (
     "A river does not",
@@ -40,7 +41,7 @@ PROMPTS = (
 
 
 def quiet() -> None:
-    """Turns off the progress bars of Transformers, one a process and model, among which ours would be lost."""
+    """Turns off the progress bars of Transformers: one a process and model, among which ours would be lost."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -92,13 +93,14 @@ def _encode(folder: Path, texts: list[str], vocabulary: int) -> list[list[int]]:
 
 
 def prompt_ids(folder: Path, vocabulary: int) -> list[list[int]]:
-    """Token ids of each prompt."""
+    """Token ids of each prompt, in the order of PROMPTS."""
     return _encode(folder, list(PROMPTS), vocabulary)
 
 
 def text_batches(folder: Path, vocabulary: int, length: int = 48) -> list[list[list[int]]]:
-    """The text as PARTS batches of rows of `length` token ids; a version is trained on one of them, so that each
-    differs.
+    """The text as PARTS batches of rows of token ids, `length` or fewer each, all alike.
+
+    A version is trained on one of the batches, so that each differs.
     """
     ids = _encode(folder, [TEXT], vocabulary)[0]
     length = min(length, max(2, len(ids) // (2 * PARTS)))

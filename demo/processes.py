@@ -24,7 +24,7 @@ __all__ = ["Server", "ServerProcess", "server_command", "server_environment", "s
 
 @contextmanager
 def start_gateway(config: DemoConfig, token: str) -> Iterator[str]:
-    """A gateway on a free port; its URL once it answers."""
+    """Runs a gateway on a free port; yields its URL once it answers."""
     port = free_port()
     log = config.work / "gateway.log"
     command = [sys.executable, "-m", "weightcast", "gateway", "--port", str(port)]
@@ -35,14 +35,14 @@ def start_gateway(config: DemoConfig, token: str) -> Iterator[str]:
 
 
 class Server(ABC):
-    """A real SGLang server on the CPU, that somebody else holds."""
+    """A real SGLang server on the CPU, whose process a subclass holds."""
 
     def __init__(self, spec: ServerConfig, url: str, log: Path) -> None:
         self.spec, self.url, self.log = spec, url, log
 
     @abstractmethod
     def wait_up(self, seconds: float) -> None:
-        """Raises EngineError with the end of its log when it does not come up."""
+        """Waits until it is up. Raises EngineError with the end of its log when it does not come up."""
 
     def generate(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[list[float]], str]:
         """Greedy tokens and their log-probabilities for each prompt, and the weight version all answers carry."""
@@ -72,7 +72,7 @@ class Server(ABC):
 
 
 class ServerProcess(Server):
-    """One on this machine."""
+    """A server that is a process of this machine."""
 
     def __init__(self, spec: ServerConfig, url: str, log: Path, process: subprocess.Popen[bytes]) -> None:
         super().__init__(spec, url, log)
@@ -93,7 +93,7 @@ class ServerProcess(Server):
 
 
 def server_environment(spec: ServerConfig, token: str) -> dict[str, str]:
-    """What a server process needs beside this one's environment."""
+    """The variables that a server process needs beside this one's environment."""
     return {
         TOKEN_VARIABLE: token,
         "SGLANG_USE_CPU_ENGINE": "1",
@@ -105,7 +105,7 @@ def server_environment(spec: ServerConfig, token: str) -> dict[str, str]:
 
 
 def server_command(spec: ServerConfig, config: DemoConfig, model: Path, python: str, host: str, port: str) -> list[str]:
-    """How a server is started."""
+    """The command that starts a server."""
     command = [
         python, "-m", "sglang.launch_server",
         "--model-path", str(model), "--host", host, "--port", port,

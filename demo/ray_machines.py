@@ -71,8 +71,8 @@ class RayMachines:
         addresses = ray.get([actor.address.remote() for actor in actors])
         rendezvous = f"{addresses[0]}:{ray.get(actors[0].free_port.remote())}"
         for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
-            place = Place(rank, address, rendezvous)
-            ray.get(actor.begin.remote("weightcast.demo.trainer:train", place, self._config, self._model, url))
+            location = Place(rank, address, rendezvous)
+            ray.get(actor.begin.remote("weightcast.demo.trainer:train", location, self._config, self._model, url))
         return _RayTrainers(actors, self._config.deadline)
 
 
@@ -122,11 +122,11 @@ class _RayTrainers:
             for rank, actor in enumerate(self._actors):
                 # Rank 0 is waited for; of the others only an error is expected.
                 try:
-                    said, found = ray.get(actor.hear.remote(0.0 if rank else 0.5))
+                    is_message, message = ray.get(actor.hear.remote(0.0 if rank else 0.5))
                 except ray.exceptions.RayError as error:
                     raise EngineError(f"trainer rank {rank} ended: {' '.join(str(error).split())[:300]}") from None
-                if said and isinstance(found, Exception):
-                    raise found
-                if said:
-                    return found
+                if is_message and isinstance(message, Exception):
+                    raise message
+                if is_message:
+                    return message
         raise EngineError(f"trainer rank 0 said nothing for {self._seconds:g} s")

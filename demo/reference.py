@@ -1,4 +1,4 @@
-"""The Transformers model that the trainer's weights are copied into, and what it generates: the demo's expectation."""
+"""The Transformers model that the trainer's weights are copied into; its answers are the demo's expectation."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ class ReferenceModel:
             return float(self.model(input_ids=rows, labels=rows).loss)
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """Greedy tokens for each prompt."""
+        """The `count` greedy tokens after each prompt."""
         import torch
 
-        found = []
+        answers = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
             )
-            found.append(out[0, len(prompt) :].tolist())
-        return found
+            answers.append(out[0, len(prompt) :].tolist())
+        return answers
 
     def logprobs(self, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
         """Log-probability of each token of each answer, after its prompt."""
         import torch
 
-        found = []
+        rows = []
         with torch.no_grad():
             for prompt, answer in zip(prompts, answers, strict=True):
                 logits = self.model(input_ids=torch.tensor([prompt + answer])).logits[0]
                 scores = torch.log_softmax(logits[len(prompt) - 1 : -1].float(), dim=-1)
-                found.append(scores.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist())
-        return found
+                rows.append(scores.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist())
+        return rows

@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[str]]:
-    """Every version on every instance, and what is wrong with them (empty when all is proven).
+    """Runs the demo: the outcome of every version on every instance, and the faults (empty when all is proven).
 
     `say` gets one line a step. Raises WeightcastError when a step fails; all processes are ended in any case.
     """
@@ -59,16 +59,16 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
 
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM like Ctrl-C: what was started has to be ended, and a process that is killed could not."""
+    """Treats SIGTERM like Ctrl-C: what was started has to be ended, and a killed process could not do so."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _machines(config: DemoConfig, model: Path, token: str) -> AbstractContextManager[Machines]:
@@ -106,7 +106,7 @@ def _follow(
 ) -> tuple[list[VersionOutcome], list[str]]:
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
     prompts = prompt_ids(model, vocabulary)
-    before: dict[str, list[list[int]]] = {}
+    answers: dict[str, list[list[int]]] = {}
     outcomes: list[VersionOutcome] = []
     faults: list[str] = []
     for version in range(config.versions + 1):
@@ -126,8 +126,8 @@ def _follow(
         if reference.away:
             say(f"the trainer's weights are offloaded, {reference.away / 1e6:.1f} MB; the engines generate")
         for server in servers:
-            outcome, tokens = _compare(config, server, reference, prompts, before.get(server.spec.name), trainers)
-            before[server.spec.name] = tokens
+            outcome, tokens = _compare(config, server, reference, prompts, answers.get(server.spec.name), trainers)
+            answers[server.spec.name] = tokens
             if version:
                 outcomes.append(outcome)
         trainers.send(None)
@@ -135,13 +135,13 @@ def _follow(
 
 
 def reference_faults(reference: Reference) -> list[str]:
-    """The expectation is worth something only if it is what the trainer itself computes."""
-    trainer, gathered = reference.trainer_loss, reference.reference_loss
-    if abs(trainer - gathered) <= LOSS_LIMIT:
+    """The fault of a reference whose loss is not the trainer's own: it would be a worthless expectation."""
+    trainer_loss, gathered_loss = reference.trainer_loss, reference.reference_loss
+    if abs(trainer_loss - gathered_loss) <= LOSS_LIMIT:
         return []
     return [
-        f"version {reference.version}: the trainer's own loss is {trainer:.6f}, that of its gathered weights "
-        f"{gathered:.6f}"
+        f"version {reference.version}: the trainer's own loss is {trainer_loss:.6f}, that of its gathered weights "
+        f"{gathered_loss:.6f}"
     ]
 
 
@@ -153,7 +153,7 @@ def _compare(
     before: list[list[int]] | None,
     trainers: Trainers,
 ) -> tuple[VersionOutcome, list[list[int]]]:
-    begun = time.monotonic()
+    start = time.monotonic()
     tokens, scores, weight_version = server.generate(prompts, config.new_tokens)
     trainers.send(tokens)
     trainer_scores = trainers.receive()
@@ -161,8 +161,8 @@ def _compare(
         raise EngineError(f"trainer rank 0 sent {type(trainer_scores).__name__}, expected log-probabilities")
     gaps = [
         abs(a - b)
-        for ours, theirs in zip(scores, trainer_scores, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
+        for server_row, trainer_row in zip(scores, trainer_scores, strict=True)
+        for a, b in zip(server_row, trainer_row, strict=True)
     ]
     record = reference.result.get(server.spec.name, {})
     outcome = VersionOutcome(
@@ -173,7 +173,7 @@ def _compare(
         changed=0 if before is None else sum(a != b for a, b in zip(tokens, before, strict=True)),
         logprob_gap=sum(gaps) / len(gaps),
         weight_version=weight_version,
-        seconds=float(record.get("seconds", time.monotonic() - begun)),
+        seconds=float(record.get("seconds", time.monotonic() - start)),
         verified=dict(record.get("verified") or {}),
         sent=reference.moved[server.spec.name][0],
         shared=reference.moved[server.spec.name][1],

@@ -29,13 +29,13 @@ __all__ = ["Pipe", "Place", "Reference", "train"]
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the trainer says of one version: its loss, and for each prompt the greedy tokens of its own weights.
+    """The trainer's report of one version: its loss, and for each prompt the greedy tokens of its own weights.
 
     `trainer_loss` and `reference_loss` are those of the trainer's own forward pass and of the model that made the
     tokens, on the same text. `result` is the gateway's record of the update for each instance; empty for version 0,
-    the checkpoint. `moved` are for each instance the bytes that all trainer ranks sent and lent to it. `steps` are
-    those of the memory dance, where there is one; `away` are the bytes of weights that no trainer rank has in memory
-    while the engines generate.
+    the checkpoint. `moved` has for each instance the bytes that all trainer ranks sent to it, and those that they
+    exported to it. `steps` are those of the memory dance, where there is one. `away` is the number of bytes of weights
+    that no trainer rank has in memory while the engines generate.
     """
 
     version: int
@@ -51,7 +51,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a trainer rank is: its number, its address, and HOST:PORT where rank 0 brings all together."""
+    """The place of a trainer rank: its number, its address, and HOST:PORT where rank 0 brings all together."""
 
     rank: int
     address: str
@@ -62,15 +62,14 @@ class Pipe(Protocol):
     """One end of a conversation, as a Connection is."""
 
     def send(self, what: Any, /) -> None:
-        """Says something."""
+        """Sends a message to the other end."""
 
     def recv(self) -> Any:
-        """Waits for what the other end says."""
+        """Waits for a message of the other end."""
 
 
 def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -> None:
-    """Body of a trainer process. Rank 0 sends a Reference a version, and answers lists of tokens with
-    log-probabilities.
+    """Body of a trainer process. Rank 0 sends a Reference a version, and answers tokens with log-probabilities.
 
     All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
     stand still. With `config.share` rank 0 is first told where the engines are, which take part in the memory dance.
@@ -111,7 +110,7 @@ def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -
 
 
 def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -> None:
-    """Version after version, the checkpoint as version 0."""
+    """Runs version after version; the checkpoint is version 0."""
     rank = place.rank
     import torch
     import torch.distributed as dist
@@ -135,11 +134,11 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
         share=config.share,
     )
     worker.connect()
-    result, trainer_loss = UpdateResult(0, {}), 0.0
+    outcome, trainer_loss = UpdateResult(0, {}), 0.0
 
     def update(version: int) -> None:
-        nonlocal result
-        result = worker.update(version)
+        nonlocal outcome
+        outcome = worker.update(version)
 
     def batch(version: int) -> torch.Tensor:
         return batches[(version - 1) % PARTS]
@@ -165,13 +164,13 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
                 hooks.train(version)
                 update(version)
             look()
-        moved, away = _moved(result, config), _total(0 if weights is None else weights.away_bytes)
+        moved_bytes, away_bytes = _moved(outcome, config), _total(0 if weights is None else weights.away_bytes)
         if rank == 0:
             tokens = reference.generate(prompts, config.new_tokens)
             losses = (hooks.loss, trainer_loss, reference.loss(batches[0]))
-            pipe.send(Reference(version, *losses, tokens, result.instances, moved, steps, away))
-            while (asked := pipe.recv()) is not None:
-                pipe.send(reference.logprobs(prompts, asked))
+            pipe.send(Reference(version, *losses, tokens, outcome.instances, moved_bytes, steps, away_bytes))
+            while (answers := pipe.recv()) is not None:
+                pipe.send(reference.logprobs(prompts, answers))
         dist.barrier()
     worker.close()
 
@@ -187,12 +186,17 @@ def _total(nbytes: int) -> int:
 
 
 def _moved(result: UpdateResult, config: DemoConfig) -> dict[str, tuple[int, int]]:
-    """Bytes sent and lent to each instance, over all trainer ranks."""
+    """Bytes sent and bytes exported to each instance, over all trainer ranks."""
     import torch
     import torch.distributed as dist
 
     names = [server.name for server in config.servers]
-    mine = [result.transfers.get(name) for name in names]
-    counts = torch.tensor([(0, 0) if one is None else (one.bytes_sent, one.bytes_shared) for one in mine])
+    transfers = [result.transfers.get(name) for name in names]
+    counts = torch.tensor(
+        [(0, 0) if transfer is None else (transfer.bytes_sent, transfer.bytes_shared) for transfer in transfers]
+    )
     dist.all_reduce(counts)
-    return {name: (int(sent), int(shared)) for name, (sent, shared) in zip(names, counts.tolist(), strict=True)}
+    return {
+        name: (int(sent_bytes), int(shared_bytes))
+        for name, (sent_bytes, shared_bytes) in zip(names, counts.tolist(), strict=True)
+    }

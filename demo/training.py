@@ -1,4 +1,4 @@
-"""What the demo asks of a training framework, and FSDP2's answer."""
+"""The demo's interface to a training framework, and its implementation with FSDP2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Training(Protocol):
 
     @property
     def source(self) -> Source:
-        """This rank, described."""
+        """The source that describes this rank."""
 
     def optimize(self, rows: torch.Tensor, steps: int) -> float:
         """Optimizer steps on rows of token ids (rows, length); returns the mean loss over ranks of the last one."""
@@ -67,10 +67,10 @@ class FsdpTraining:
     def optimize(self, rows: torch.Tensor, steps: int) -> float:
         import torch
 
-        mine = rows[self._rank % len(rows) :: self._ranks]
+        batch = rows[self._rank % len(rows) :: self._ranks]
         loss = torch.zeros(())
         for _ in range(steps):
-            loss = self._model(input_ids=mine, labels=mine).loss
+            loss = self._model(input_ids=batch, labels=batch).loss
             loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -98,7 +98,7 @@ class FsdpTraining:
         self._optimizer.state.clear()
 
     def load_optimizer(self, file: Path) -> None:
-        """Brings them back, if they were moved."""
+        """Brings the optimizer's states back, if they were moved."""
         import torch
 
         if file.exists():
@@ -106,11 +106,11 @@ class FsdpTraining:
             file.unlink()
 
     def gather(self, reference: ReferenceModel) -> None:
-        """By DTensor's own gather."""
+        """Copies weights by DTensor's own gather."""
         import torch
         from torch.distributed.tensor import DTensor
 
-        theirs = dict(reference.model.named_parameters())
+        targets = dict(reference.model.named_parameters())
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
-                theirs[name].copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+                targets[name].copy_(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)

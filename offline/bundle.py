@@ -1,8 +1,8 @@
 """The layout bundle: both sides of a pair in one JSON or msgpack file, and a plan as JSON.
 
     {"tensors":   {"NAME": {"shape": [..], "dtype": "bfloat16"}, ...},
-     "trainer":   {"ranks": {"0": [{"tensor": "NAME", "offset": [..], "size": [..]}, ...], ...}, "hosts": {"0": "h0",
-     ...}},
+     "trainer":   {"ranks": {"0": [{"tensor": "NAME", "offset": [..], "size": [..]}, ...], ...},
+                   "hosts": {"0": "h0", ...}},
      "instances": {"rollout-0": {"ranks": {"0": [{"tensor": "NAME", "offset": [..], "size": [..], "slot": 4}, ...]}}}}
 
 `slot` and `hosts` are optional; other keys are refused, because a misspelt one would go unseen. Ranks are "0", "1", ...
@@ -35,7 +35,7 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Both sides as tables, rank i of a side is its i-th; hosts "" where the bundle names none.
+    """Both sides as tables: rank i of a side has its i-th table. A host is "" where the bundle names none.
 
     `tensors` is the catalogue. Each table has only the tensors of its own regions.
     """
@@ -92,7 +92,7 @@ def _no_constant(name: str) -> NoReturn:
 def _mapping(
     value: Any, where: str, required: Collection[str] = (), optional: Collection[str] | None = ()
 ) -> dict[str, Any]:
-    """`value` if it is an object with these keys; with none required any keys are fine."""
+    """Returns `value` if it is an object with these keys; with none required any keys are fine."""
     if not isinstance(value, dict):
         _fail(f"{where}: expected an object, found {reprlib.repr(value)}")
     if required:
@@ -125,21 +125,21 @@ def _integers(value: Any, where: str) -> tuple[int, ...]:
 
 
 def _spec(name: str, value: Any) -> TensorSpec:
-    where = f"tensor {name!r}"
-    spec = _mapping(value, where, required=("shape", "dtype"))
-    shape = _integers(spec["shape"], f"{where}: shape")
+    label = f"tensor {name!r}"
+    spec = _mapping(value, label, required=("shape", "dtype"))
+    shape = _integers(spec["shape"], f"{label}: shape")
     if len(shape) > _MAX_DIMS or min(shape, default=0) < 0:
-        _fail(f"{where}: shape {reprlib.repr(list(shape))} has a negative number or more than {_MAX_DIMS} dimensions")
+        _fail(f"{label}: shape {reprlib.repr(list(shape))} has a negative number or more than {_MAX_DIMS} dimensions")
     if not isinstance(spec["dtype"], str):
-        _fail(f"{where}: expected the name of a dtype, found {reprlib.repr(spec['dtype'])}")
+        _fail(f"{label}: expected the name of a dtype, found {reprlib.repr(spec['dtype'])}")
     try:
         elements = int(ITEMSIZE[dtype_code(spec["dtype"])])
     except LayoutError as error:
-        raise LayoutError(f"{where}: {error}") from None
+        raise LayoutError(f"{label}: {error}") from None
     for length in shape:
         elements *= max(length, 1)
         if elements > _MAX_BYTES:
-            _fail(f"{where}: shape {reprlib.repr(list(shape))} is too large to address")
+            _fail(f"{label}: shape {reprlib.repr(list(shape))} is too large to address")
     return TensorSpec(shape, spec["dtype"])
 
 
@@ -158,10 +158,10 @@ class _SideReader:
         if not ranks:
             _fail(f"{side}: there are no ranks")
         names = [str(rank) for rank in range(len(ranks))]
-        strange = next((name for name in ranks if name not in names), None)
-        if strange is not None:
+        stranger = next((name for name in ranks if name not in names), None)
+        if stranger is not None:
             _fail(
-                f"{side}: rank {reprlib.repr(strange)} is not one of 0..{len(ranks) - 1}; ranks are counted "
+                f"{side}: rank {reprlib.repr(stranger)} is not one of 0..{len(ranks) - 1}; ranks are counted "
                 "without gaps"
             )
         for rank in hosts:
@@ -181,10 +181,10 @@ class _SideReader:
         for i, region in enumerate(value):
             tensor[i], low, extent, slot[i] = self._region(region, f"{where}: region {i}")
             offset[i, : len(low)], size[i, : len(extent)] = low, extent
-        used, number = np.unique(tensor, return_inverse=True)
+        rows, number = np.unique(tensor, return_inverse=True)
         t = self._tensors
-        own = TensorTable(tuple(t.names[row] for row in used.tolist()), t.shape[used], t.ndim[used], t.dtype[used])
-        table = RegionTable(own, number.astype(np.int64), offset, size, slot)
+        tensors = TensorTable(tuple(t.names[row] for row in rows.tolist()), t.shape[rows], t.ndim[rows], t.dtype[rows])
+        table = RegionTable(tensors, number.astype(np.int64), offset, size, slot)
         try:
             table.validate()
         except LayoutError as error:
@@ -243,12 +243,12 @@ def _operation(
     size: list[int],
     ndim: int,
 ) -> dict[str, Any]:
-    made: dict[str, Any] = {"kind": Kind(kind).name.lower(), "tensor": plan.tensors.names[tensor]}
+    record: dict[str, Any] = {"kind": Kind(kind).name.lower(), "tensor": plan.tensors.names[tensor]}
     if kind == Kind.RELAY:
-        made["src_instance"] = plan.instances[src_instance]
+        record["src_instance"] = plan.instances[src_instance]
     if kind != Kind.COPY:
-        made["src_rank"] = src_rank
-    made |= {"instance": plan.instances[instance], "dst_rank": dst_rank}
+        record["src_rank"] = src_rank
+    record |= {"instance": plan.instances[instance], "dst_rank": dst_rank}
     if kind == Kind.COPY:
-        made["src_region"] = src_region
-    return made | {"dst_region": dst_region, "offset": offset[:ndim], "size": size[:ndim]}
+        record["src_region"] = src_region
+    return record | {"dst_region": dst_region, "offset": offset[:ndim], "size": size[:ndim]}

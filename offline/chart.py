@@ -40,12 +40,12 @@ td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 
 
 def draw(simulation: Simulation, title: str) -> str:
-    """An HTML page: the verdict, the bounds, and for the trainer and each instance the seconds that each rank's links
-    are busy, all on one scale."""
+    """An HTML page: the verdict, the bounds, and a chart for the trainer and each instance, all on one scale. A chart
+    has the seconds that each rank's links are busy."""
     s = simulation
     scale = _nice(max(s.total, s.bounds[0].seconds))
-    used = [link for link in Link if s.nbytes[link].any()]
-    keys = "".join(f'<span class="key" style="background:{_COLOURS[link]}"></span>{LINK_NAMES[link]}' for link in used)
+    links = [link for link in Link if s.nbytes[link].any()]
+    keys = "".join(f'<span class="key" style="background:{_COLOURS[link]}"></span>{LINK_NAMES[link]}' for link in links)
     bounds = "".join(
         f'<tr><td>{html.escape(bound.reason)}</td><td class="n">{bound.seconds:.4g} s</td></tr>' for bound in s.bounds
     )
@@ -63,7 +63,7 @@ It waits for <b>{html.escape(s.labels[s.bottleneck])}</b>, {s.link}.</p>
 
 
 def _nice(value: float) -> float:
-    """The next round number."""
+    """The next round number from `value` on, less 0.01 % for rounding; 1 for a value of 0 or less."""
     if value <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -72,13 +72,13 @@ def _nice(value: float) -> float:
 
 def _chart(s: Simulation, begin: int, end: int, scale: float) -> str:
     """The ranks `begin`..`end - 1` of one side, with a bar for each link that the side uses."""
-    used = [link for link in Link if s.nbytes[link, begin:end].any()] or [Link.MEMORY]
+    links = [link for link in Link if s.nbytes[link, begin:end].any()] or [Link.MEMORY]
     label = s.labels[begin].rpartition(" ")[0]
-    slot = min(_WIDTH / (end - begin), 26.0 * len(used))
-    bar = slot * 0.84 / len(used)
+    slot = min(_WIDTH / (end - begin), 26.0 * len(links))
+    bar = slot * 0.84 / len(links)
     bottom = _TOP + _HEIGHT
     lines = list(_axes(scale))
-    for index, link in enumerate(used):
+    for index, link in enumerate(links):
         path = []
         for rank in range(begin, end):
             height = float(s.seconds[link, rank]) / scale * _HEIGHT
@@ -89,7 +89,7 @@ def _chart(s: Simulation, begin: int, end: int, scale: float) -> str:
     for rank in range(begin, end):
         x = _LEFT + (rank - begin) * slot
         tip = ", ".join(f"{LINK_NAMES[link]} {s.seconds[link, rank]:.4g} s ({s.nbytes[link, rank] / 1e9:.4g} GB)"
-                        for link in used)  # fmt: skip
+                        for link in links)  # fmt: skip
         lines.append(
             f'<rect x="{x:.2f}" y="{_TOP}" width="{slot:.2f}" height="{_HEIGHT}" fill="transparent">'
             f"<title>{html.escape(s.labels[rank])}: {tip}</title></rect>"
@@ -103,16 +103,16 @@ def _chart(s: Simulation, begin: int, end: int, scale: float) -> str:
         lines.append(f'<text x="{x:.2f}" y="{bottom + 16}" text-anchor="middle">{rank - begin}</text>')
     y = bottom - s.bounds[0].seconds / scale * _HEIGHT
     lines.append(f'<path class="bound" d="M{_LEFT} {y:.2f}h{_WIDTH}"/>')
-    busiest = max(float(s.seconds[:, begin:end].max()), 0.0)
+    peak = max(float(s.seconds[:, begin:end].max()), 0.0)
     lines.append(
         f'<text class="title" x="{_LEFT}" y="16">{html.escape(label)}: {end - begin} ranks, '
-        f"busiest link {busiest:.4g} s</text>"
+        f"busiest link {peak:.4g} s</text>"
     )
     return f'<svg viewBox="0 0 {_LEFT + _WIDTH + 10} {bottom + 24}" role="img">{"".join(lines)}</svg>'
 
 
 def _label_step(ranks: int, slot: float) -> int:
-    """Every how many ranks there is room for a number."""
+    """Ranks from one number under the chart to the next, so that the numbers have room."""
     return next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, ranks) if step * slot >= 28 or step >= ranks)
 
 

@@ -1,7 +1,7 @@
 """Layouts of published models for given parallel sizes, without a model: for simulations and benchmarks.
 
-A trainer is `pp8xep32` (pipeline stages x expert-parallel ranks; dense weights of a stage are on all its ranks) or
-`fsdp64` (every tensor cut along its first dimension), and `xdp2` after it for copies of all that. Instances are
+A trainer is `pp8xep32` (pipeline stages x expert-parallel ranks) or `fsdp64` (every tensor cut along its first
+dimension). Dense weights of a stage are on all its ranks. `xdp2` after either means copies of all that. Instances are
 `8x16`: eight of 16 expert-parallel ranks, with redundant slots and a random placement. Shapes are those of the models'
 configurations on Hugging Face.
 """
@@ -23,8 +23,8 @@ from weightcast.transfer.layout.tables import NO_SLOT, RegionTable, TensorTable
 __all__ = ["DENSE_CUTS", "MODELS", "ModelShape", "Tensor", "instance_tables", "read_instances", "trainer_tables"]
 
 DENSE_CUTS = ("replicated", "tensor", "sharded")
-"""How an instance's ranks hold dense weights: all of them (data-parallel attention); as tensor parallelism cuts them;
-or each an even share, as no engine does, which is the least that a model can occupy."""
+"""Ways in which an instance's ranks hold dense weights: each all of them (data-parallel attention); as tensor
+parallelism cuts them; or each an even share. No engine does the last, the least that a model can occupy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A logical tensor: along `cut` tensor parallelism cuts it into at most `parts`; -1 if it does not."""
+    """A logical tensor, which tensor parallelism cuts along `cut` into at most `parts`; -1 if it is never cut."""
 
     name: str
     shape: tuple[int, ...]
@@ -99,17 +99,17 @@ def dense_tensors(model: ModelShape, layers: range) -> Iterator[Tensor]:
     if layers.start == 0:
         yield Tensor("model.embed_tokens.weight", (model.vocabulary, model.hidden), 0)
     for layer in layers:
-        at = f"model.layers.{layer}"
-        inner = [(f"{at}.self_attn", tensor) for tensor in _attention(model)]
+        stem = f"model.layers.{layer}"
+        entries = [(f"{stem}.self_attn", tensor) for tensor in _attention(model)]
         if layer < model.dense_layers:
-            inner += [(f"{at}.mlp", tensor) for tensor in _mlp(model.hidden, model.dense_hidden)]
+            entries += [(f"{stem}.mlp", tensor) for tensor in _mlp(model.hidden, model.dense_hidden)]
         else:
-            inner.append((f"{at}.mlp", Tensor("gate", (model.experts, model.hidden))))
+            entries.append((f"{stem}.mlp", Tensor("gate", (model.experts, model.hidden))))
             if model.shared_experts:
-                shared = _mlp(model.hidden, model.expert_hidden * model.shared_experts)
-                inner += [(f"{at}.mlp.shared_experts", tensor) for tensor in shared]
-        inner += [(at, Tensor(name, (model.hidden,))) for name in ("input_layernorm", "post_attention_layernorm")]
-        for prefix, tensor in inner:
+                shared_mlp = _mlp(model.hidden, model.expert_hidden * model.shared_experts)
+                entries += [(f"{stem}.mlp.shared_experts", tensor) for tensor in shared_mlp]
+        entries += [(stem, Tensor(name, (model.hidden,))) for name in ("input_layernorm", "post_attention_layernorm")]
+        for prefix, tensor in entries:
             yield Tensor(f"{prefix}.{tensor.name}.weight", tensor.shape, tensor.cut, tensor.parts)
     if layers.stop == model.layers:
         yield Tensor("model.norm.weight", (model.hidden,))
@@ -135,39 +135,39 @@ class _Rows:
         self._rows: list[tuple[int, int, int, int, int]] = []
 
     def add(self, tensor: Tensor, slot: int = NO_SLOT, part: tuple[int, int, int] = (0, 0, 0)) -> None:
-        """`part` is which of how many even pieces along a dimension: (piece, pieces, dimension); 0 pieces for all."""
+        """Adds a tensor, or one of its even pieces: `part` is (piece, pieces, dimension), 0 pieces for all of it."""
         row = self._index.setdefault(tensor.name, len(self._index))
         if row == len(self._shapes):
             self._shapes.append(tensor.shape)
         piece, pieces, dim = part
         length = tensor.shape[dim]
         step = -(-length // pieces) if pieces else length
-        begin, end = min(piece * step, length), min((piece + 1) * step, length)
-        if end > begin:
-            self._rows.append((row, dim, begin, end - begin, slot))
+        start, end = min(piece * step, length), min((piece + 1) * step, length)
+        if end > start:
+            self._rows.append((row, dim, start, end - start, slot))
 
     def table(self) -> RegionTable:
         ndim = np.array([len(shape) for shape in self._shapes], dtype=np.int64)
         shape = np.array([(*shape, 1)[:2] for shape in self._shapes], dtype=np.int64).reshape(-1, 2)
         dtype = np.where(ndim > 1, self._matrix, self._vector).astype(np.int64)
         tensors = TensorTable(tuple(self._index), shape, ndim, dtype)
-        row, dim, begin, count, slot = np.array(self._rows, dtype=np.int64).reshape(-1, 5).T
+        row, dim, start, count, slot = np.array(self._rows, dtype=np.int64).reshape(-1, 5).T
         offset, size = np.zeros((row.shape[0], 2), dtype=np.int64), np.take(shape, row, axis=0)
-        place = np.arange(row.shape[0])
-        offset[place, dim], size[place, dim] = begin, count
+        index = np.arange(row.shape[0])
+        offset[index, dim], size[index, dim] = start, count
         return RegionTable(tensors, row, offset, size, slot)
 
 
 def trainer_tables(model: ModelShape, parallel: str, dtype: str = "bfloat16") -> list[RegionTable]:
     """Tables of `pp8xep32`, `fsdp64` or one of them with `xdp2` after it. Raises LayoutError where that does not fit
     the model."""
-    fully = re.fullmatch(r"fsdp([1-9]\d{0,5})(?:xdp([1-9]\d{0,3}))?", parallel)
-    if fully:
-        return _fully_sharded(model, int(fully[1]), dtype) * int(fully[2] or 1)
-    found = re.fullmatch(r"pp([1-9]\d{0,3})xep([1-9]\d{0,3})(?:xdp([1-9]\d{0,3}))?", parallel)
-    if not found:
+    fsdp = re.fullmatch(r"fsdp([1-9]\d{0,5})(?:xdp([1-9]\d{0,3}))?", parallel)
+    if fsdp:
+        return _fully_sharded(model, int(fsdp[1]), dtype) * int(fsdp[2] or 1)
+    pipeline = re.fullmatch(r"pp([1-9]\d{0,3})xep([1-9]\d{0,3})(?:xdp([1-9]\d{0,3}))?", parallel)
+    if not pipeline:
         raise LayoutError(f"trainer {parallel!r} is not of the form pp8xep32 or fsdp64, with xdp2 after it for copies")
-    stages, ranks, copies = int(found[1]), int(found[2]), int(found[3] or 1)
+    stages, ranks, copies = int(pipeline[1]), int(pipeline[2]), int(pipeline[3] or 1)
     if stages > model.layers or model.experts % ranks:
         raise LayoutError(
             f"trainer {parallel!r}: {model.layers} layers make at most as many stages, and {model.experts} experts "
@@ -175,8 +175,8 @@ def trainer_tables(model: ModelShape, parallel: str, dtype: str = "bfloat16") ->
         )
     cuts = [model.layers * stage // stages for stage in range(stages + 1)]
     tables: list[RegionTable] = []
-    for begin, end in itertools.pairwise(cuts):
-        stage = [_stage_rank(model, range(begin, end), rank, ranks, dtype) for rank in range(ranks)]
+    for start, end in itertools.pairwise(cuts):
+        stage = [_stage_rank(model, range(start, end), rank, ranks, dtype) for rank in range(ranks)]
         tables += stage * copies
     return tables
 
@@ -185,9 +185,9 @@ def _stage_rank(model: ModelShape, layers: range, rank: int, ranks: int, dtype: 
     rows = _Rows(dtype)
     for tensor in dense_tensors(model, layers):
         rows.add(tensor)
-    own = model.experts // ranks
+    share = model.experts // ranks
     for layer in _moe_layers(model, layers):
-        for expert in range(rank * own, (rank + 1) * own):
+        for expert in range(rank * share, (rank + 1) * share):
             for tensor in expert_tensors(model, layer, expert):
                 rows.add(tensor)
     return rows.table()
@@ -198,31 +198,31 @@ def _fully_sharded(model: ModelShape, world: int, dtype: str) -> list[RegionTabl
     for layer in _moe_layers(model, range(model.layers)):
         for expert in range(model.experts):
             tensors += expert_tensors(model, layer, expert)
-    made = []
+    tables = []
     for rank in range(world):
         rows = _Rows(dtype)
         for tensor in tensors:
             rows.add(tensor, part=(rank, world, 0))
-        made.append(rows.table())
-    return made
+        tables.append(rows.table())
+    return tables
 
 
 def read_instances(text: str) -> tuple[int, int]:
     """`8x16` -> 8 instances of 16 ranks. Raises LayoutError."""
-    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if not match:
         raise LayoutError(f"instances {text!r} are not of the form 8x16: how many, and how many ranks each has")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def random_placement(model: ModelShape, redundant: int, seed: int) -> IntArray:
-    """(MoE layers, slots): the logical expert of each slot. Each expert has one slot and random ones have more; where
-    they lie is random, so that some rank has an expert twice."""
+    """(MoE layers, slots): the logical expert of each slot. Each expert has one slot and random ones have more. Their
+    order is random, so that some rank has an expert twice."""
     rng = np.random.default_rng(seed)
-    every = np.arange(model.experts)
+    experts = np.arange(model.experts)
     return np.stack(
         [
-            rng.permutation(np.concatenate([every, rng.integers(0, model.experts, redundant)]))
+            rng.permutation(np.concatenate([experts, rng.integers(0, model.experts, redundant)]))
             for _ in range(model.moe_layers)
         ]
     )
@@ -236,9 +236,9 @@ def instance_tables(
     dtype: str = "bfloat16",
     dense_ranks: int | None = None,
 ) -> list[RegionTable]:
-    """Tables of one instance: `placement` (MoE layers, slots) dealt out to `world` expert-parallel ranks, dense weights
-    as one of DENSE_CUTS over groups of `dense_ranks` (all of them without it). Vectors and norms stay bfloat16 whatever
-    the `dtype` is. Raises LayoutError."""
+    """Tables of one instance. `placement` (MoE layers, slots) is divided among `world` expert-parallel ranks, dense
+    weights are as one of DENSE_CUTS over groups of `dense_ranks` (all ranks without it). Vectors and norms stay
+    bfloat16 whatever the `dtype` is. Raises LayoutError."""
     if placement.shape[1] % world:
         raise LayoutError(f"{placement.shape[1]} slots a layer do not divide evenly among {world} ranks of an instance")
     if dense not in DENSE_CUTS:

@@ -1,6 +1,6 @@
-"""Predicts how long a plan takes on a topology, says what it waits for, and how long any plan would take at least.
+"""Predicts the time of a plan on a topology, the link that it waits for, and a lower bound for every plan.
 
-The cost model is that of `topology`. It knows bytes and links, no software: it says what the machine allows.
+The cost model is that of `planner.topology`. It knows bytes and links, no software: it says what the machine allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Bound", "Simulation", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A time below which no plan can be, and what for."""
+    """A time below which no plan can be, and the reason."""
 
     seconds: float
     reason: str
@@ -34,11 +34,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Ranks are numbered over the pair, the trainer's first.
+    """The predicted times of a plan. Ranks are numbered over the pair, the trainer's first.
 
-    `labels` name them; `nbytes` and `seconds` (5, ranks) are per link, `rank_seconds` (ranks,) is each rank's busiest
-    link with the latency of its hops; `total` is that of the slowest rank `bottleneck`, waiting for `link`. `hops` is
-    the longest chain. `bounds` come largest first.
+    `labels` name the ranks; `nbytes` and `seconds` (5, ranks) are per link. `rank_seconds` (ranks,) is each rank's
+    busiest link with the latency of its hops. `total` is that of the slowest rank `bottleneck`, waiting for `link`.
+    `hops` is the longest chain. `bounds` come largest first.
     """
 
     labels: tuple[str, ...]
@@ -63,7 +63,7 @@ class Simulation:
 
     @property
     def ratio(self) -> float:
-        """Our time by the lower bound."""
+        """Predicted time over the lower bound; 1 if that is 0 s."""
         return self.total / self.bounds[0].seconds if self.bounds[0].seconds else 1.0
 
 
@@ -96,53 +96,54 @@ def simulate(
 
 
 def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
-    """(ranks,) how many hops away from the trainer the last box of a rank is; 1 for trainer ranks that send."""
+    """(ranks,) number of hops from the trainer to the last box of a rank; 1 for trainer ranks that send."""
     o, depth = plan.operations, hops(plan)
-    most = np.zeros(len(hosts), dtype=np.int64)
-    np.maximum.at(most, target, depth)
-    most[o.src_rank[o.kind == Kind.SEND]] = 1
-    return most
+    counts = np.zeros(len(hosts), dtype=np.int64)
+    np.maximum.at(counts, target, depth)
+    counts[o.src_rank[o.kind == Kind.SEND]] = 1
+    return counts
 
 
 def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topology) -> list[Bound]:
-    """What any plan needs whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
+    """Lower bounds for plans whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
 
     Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
     """
     o = plan.operations
-    moved = o.take(np.flatnonzero(o.kind != Kind.COPY))
-    target = hosts.number(moved.instance, moved.dst_rank)
-    code = plan.instance_dtype[moved.instance, moved.tensor]
-    need = np.bincount(target, weights=volumes(moved.size) * ITEMSIZE[code], minlength=len(hosts))
-    per_byte = 8e-9 / topology.nic_gbps
+    transfers = o.take(np.flatnonzero(o.kind != Kind.COPY))
+    target = hosts.number(transfers.instance, transfers.dst_rank)
+    code = plan.instance_dtype[transfers.instance, transfers.tensor]
+    need = np.bincount(target, weights=volumes(transfers.size) * ITEMSIZE[code], minlength=len(hosts))
+    seconds_per_byte = 8e-9 / topology.nic_gbps
     _, host = np.unique(hosts.host, return_inverse=True)
     ranks = np.bincount(host)
-    wide = ranks[host] > 1
-    entry = np.where(wide, topology.nic_gbps + topology.nvlink_gbps, topology.nic_gbps)
+    has_peers = ranks[host] > 1
+    entry = np.where(has_peers, topology.nic_gbps + topology.nvlink_gbps, topology.nic_gbps)
     bounds = [Bound(float((need * 8e-9 / entry).max(initial=0.0)), "what one rank needs, over all its links")]
-    copied = np.bincount(
+    copy_bytes = np.bincount(
         hosts.number(o.instance, o.dst_rank)[o.kind == Kind.COPY],
         weights=(volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]])[o.kind == Kind.COPY],
         minlength=len(hosts),
     )
-    memory = (need + 2 * copied).max(initial=0.0) * 8e-9 / topology.memory_gbps
+    memory = (need + 2 * copy_bytes).max(initial=0.0) * 8e-9 / topology.memory_gbps
     bounds.append(Bound(float(memory), "what one rank writes to its memory"))
     # Distinct bytes that a host needs, by dtype, less those that a trainer rank on it holds.
     tensors = len(plan.tensors)
     dtypes = int(code.max(initial=0)) + 1
-    boxes = decompose((host[target] * dtypes + code) * tensors + moved.tensor, moved.offset, moved.size)
+    boxes = decompose((host[target] * dtypes + code) * tensors + transfers.tensor, transfers.offset, transfers.size)
     cell_host = boxes.key // (dtypes * tensors)
     cell_bytes = (volumes(boxes.size) * ITEMSIZE[boxes.key // tensors % dtypes]).astype(np.float64)
-    into = np.bincount(cell_host, weights=cell_bytes, minlength=ranks.shape[0])
+    host_bytes = np.bincount(cell_host, weights=cell_bytes, minlength=ranks.shape[0])
     side = pair.trainer
     home = host[hosts.number(TRAINER, side.rank)]
-    shared = np.isin(home, np.unique(cell_host))
-    if shared.any():
-        held = decompose(home[shared] * tensors + side.tensor[shared], side.offset[shared], side.size[shared])
+    mask = np.isin(home, np.unique(cell_host))
+    if mask.any():
+        holdings = decompose(home[mask] * tensors + side.tensor[mask], side.offset[mask], side.size[mask])
         cell, _, _, size = intersect(
-            (cell_host * tensors + boxes.key % tensors, boxes.offset, boxes.size), (held.key, held.offset, held.size)
+            (cell_host * tensors + boxes.key % tensors, boxes.offset, boxes.size),
+            (holdings.key, holdings.offset, holdings.size),
         )
-        into -= np.bincount(
+        host_bytes -= np.bincount(
             cell_host[cell], weights=volumes(size) * ITEMSIZE[boxes.key // tensors % dtypes][cell],
             minlength=ranks.shape[0],
         )  # fmt: skip
@@ -150,38 +151,42 @@ def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topolo
     inference = np.arange(len(hosts)) >= plan.trainer_world
     receivers += np.bincount(host[inference], minlength=ranks.shape[0])
     nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
-    bounds.append(Bound(float((into / nics).max(initial=0.0)) * per_byte, "what one host needs once, over its NICs"))
-    once = _once(moved, code, pair, hosts, topology) * per_byte
-    bounds.append(Bound(once, "one copy of all, over the NICs of the trainer's hosts"))
+    bounds.append(
+        Bound(float((host_bytes / nics).max(initial=0.0)) * seconds_per_byte, "what one host needs once, over its NICs")
+    )
+    exit_seconds = _once(transfers, code, pair, hosts, topology) * seconds_per_byte
+    bounds.append(Bound(exit_seconds, "one copy of all, over the NICs of the trainer's hosts"))
     return bounds
 
 
 def _once(moved: Operations, code: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology) -> float:
     """The least that the busiest NIC sends if all that is needed away from the trainer's hosts leaves them once.
 
-    A box leaves by a NIC of a host on which a trainer rank holds it: by that rank's, or by one of an instance's rank
-    there, which may have got it over NVLink.
+    A box leaves by a NIC of a host on which a trainer rank holds it. That is the NIC of this rank, or of a rank of an
+    instance there, which may have the box over NVLink.
     """
     tensors = len(pair.tensors)
     side = pair.trainer
     homes = np.unique(hosts.host[: side.world])
-    away = np.flatnonzero(~np.isin(hosts.host[hosts.number(moved.instance, moved.dst_rank)], homes))
-    once = decompose(
-        code[away] * tensors + moved.tensor[away], np.take(moved.offset, away, axis=0),
-        np.take(moved.size, away, axis=0),
+    rows = np.flatnonzero(~np.isin(hosts.host[hosts.number(moved.instance, moved.dst_rank)], homes))
+    boxes = decompose(
+        code[rows] * tensors + moved.tensor[rows], np.take(moved.offset, rows, axis=0),
+        np.take(moved.size, rows, axis=0),
     )  # fmt: skip
     sources = find_sources(side, str)
     cells = sources.cells
-    cell, box, _, size = intersect((cells.key, cells.offset, cells.size), (once.key % tensors, once.offset, once.size))
-    weight = volumes(size) * ITEMSIZE[once.key // tensors][box]
+    cell, box, _, size = intersect(
+        (cells.key, cells.offset, cells.size), (boxes.key % tensors, boxes.offset, boxes.size)
+    )
+    weight = volumes(size) * ITEMSIZE[boxes.key // tensors][box]
     total = np.bincount(sources.pool[cell], weights=weight, minlength=len(sources.pools)).astype(np.float64)
-    _, busiest = level(_exits(sources.pools, side.world, hosts, topology), total, len(hosts))
-    return float(busiest)
+    _, load = level(_exits(sources.pools, side.world, hosts, topology), total, len(hosts))
+    return float(load)
 
 
 def _exits(pools: Pools, world: int, hosts: Hosts, topology: Topology) -> Pools:
-    """The NICs by which what a pool of trainer ranks holds can leave their hosts: numbers of ranks, or of hosts where
-    ranks share one."""
+    """The NICs by which the boxes of a pool of trainer ranks can leave their hosts: numbers of ranks, or of hosts where
+    ranks share a NIC."""
     _, host = np.unique(hosts.host, return_inverse=True)
     pool = np.repeat(np.arange(len(pools), dtype=np.int64), np.diff(pools.start))
     homes = np.unique(np.stack([pool, host[pools.rank]]), axis=1)
@@ -189,8 +194,8 @@ def _exits(pools: Pools, world: int, hosts: Hosts, topology: Topology) -> Pools:
         pool, member = homes
     else:
         guests = world + np.argsort(host[world:], kind="stable")
-        begin, end = (np.searchsorted(host[guests], homes[1], side=which) for which in ("left", "right"))
-        pool = np.concatenate([pool, np.repeat(homes[0], end - begin)])
-        member = np.concatenate([pools.rank, guests[ranges(begin, end - begin)]])
+        start, end = (np.searchsorted(host[guests], homes[1], side=bound) for bound in ("left", "right"))
+        pool = np.concatenate([pool, np.repeat(homes[0], end - start)])
+        member = np.concatenate([pools.rank, guests[ranges(start, end - start)]])
     order, _ = lex_sort([pool, member])
     return Pools(np.searchsorted(pool[order], np.arange(len(pools) + 1)), member[order])

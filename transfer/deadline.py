@@ -12,7 +12,7 @@ __all__ = ["Deadline"]
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment on the monotonic clock of this process; `seconds` is how long it was given, for messages.
+    """A moment on the monotonic clock of this process; `seconds` is the time it allowed, for messages.
 
     One deadline covers a whole task: each wait inside gets what is left, so that the waits cannot add up. `cut` ends
     the task early.
@@ -29,18 +29,18 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left, never negative."""
+        """Seconds left, 0 once the moment is past."""
         return 0.0 if self._cut.is_set() else max(0.0, self.at - time.monotonic())
 
     @property
     def expired(self) -> bool:
-        """Whether the moment is past."""
+        """True if the moment is past."""
         return self._cut.is_set() or time.monotonic() >= self.at
 
     def cut(self) -> None:
-        """Makes it past, from any thread. A wait under way may go on for as long as it was given."""
+        """Ends the time at once, from any thread. A wait under way may still last as long as it was given."""
         self._cut.set()
 
     def wait_time(self) -> timedelta:
-        """What is left, for a wait of torch.distributed: at least 1 ms, because there 0 means "use the default"."""
+        """Time left, for a wait of torch.distributed: at least 1 ms, because there 0 means "use the default"."""
         return timedelta(seconds=max(self.left, 0.001))

@@ -1,4 +1,4 @@
-"""What JSON, msgpack and TOML documents from outside have in common."""
+"""A check that the readers of JSON, msgpack and TOML documents share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["unique_keys"]
 
 
 def unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The object of these keys and values, as `object_pairs_hook` of a decoder, which by itself would take the last of
-    equal keys. Raises LayoutError."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[Any] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise LayoutError(f"key {reprlib.repr(twice)} occurs twice in one object")
-    return made
+    """The object of these keys and values, for the `object_pairs_hook` of a decoder. A decoder alone would take the
+    last of equal keys. Raises LayoutError."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        keys: set[Any] = set()
+        duplicate = next(key for key, _ in pairs if key in keys or keys.add(key))  # type: ignore[func-returns-value]
+        raise LayoutError(f"key {reprlib.repr(duplicate)} occurs twice in one object")
+    return mapping

@@ -70,7 +70,7 @@ class WeightcastError(Exception):
 
 
 class InputError(WeightcastError):
-    """What was handed in is malformed; nothing was changed."""
+    """Malformed input; nothing was changed."""
 
     exit_status = 2
 

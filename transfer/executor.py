@@ -3,8 +3,8 @@
     executor = Executor(part, layout, group)      # once for each plan
     report = executor.run(Deadline.after(60.0))   # for each update
 
-Every member of the group runs its own executor at about the same time. What lies in a message follows from the plan
-alone (`messages`); how this rank fills and empties it is prepared once (`rounds`).
+Every member of the group runs its own executor at about the same time. The content of a message follows from the
+plan alone (`exchange.messages`). How this rank fills and empties it is prepared once (`exchange.schedule`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ __all__ = ["Executor", "TransferReport", "member_labels"]
 log = logging.getLogger("weightcast.transfer")
 
 _PROGRESS_SECONDS = 5.0
-"""A run says how far it is at most so often."""
+"""Least time between two progress records of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """What one run of one rank moved, and where its time went.
+    """The bytes that one run of one rank moved, and the seconds of its phases.
 
-    `exchange_seconds` is time spent waiting for messages; what moves while this rank packs or unpacks does not count
-    there. `shared_seconds` is time spent reading in place, and waiting for those who do; `bytes_shared` were read so,
-    by this rank or from it. `digest_seconds` is for whoever digests what the run moved.
+    `exchange_seconds` is time spent waiting for messages. It leaves out what moves while this rank packs or unpacks.
+    `shared_seconds` is time spent reading in place, and waiting for ranks that do. `bytes_shared` were read so, by this
+    rank or from it. `digest_seconds` is for the caller that digests what the run moved.
     """
 
     bytes_sent: int
@@ -68,7 +68,7 @@ _PHASES = ("pack", "exchange", "unpack", "replicate", "shared")
 
 
 def member_labels(part: RankPart) -> tuple[str, ...]:
-    """The members of the part's group in messages, in the order of their group ranks."""
+    """Names of the members of the part's group for messages, in the order of their group ranks."""
     trainer = tuple(f"trainer rank {rank}" for rank in part.trainer_ranks)
     return trainer + tuple(f"{part.instance} rank {rank}" for rank in range(part.instance_ranks))
 
@@ -78,8 +78,8 @@ class Executor:
 
     With `neighbours` boxes move through shared memory where both ends can.
 
-    Raises StalePlanError when the part was planned for another table than `layout` has, PlanError for a part that does
-    not fit the layout or the group.
+    Raises StalePlanError when the part was planned for another table than that of `layout`. Raises PlanError for a part
+    that does not fit the layout or the group.
     """
 
     def __init__(
@@ -133,25 +133,25 @@ class Executor:
 
     @torch.no_grad()
     def _run(self, deadline: Deadline, watch: _Watch) -> TransferReport:
-        moved = self._layout.memory.moved()
-        if moved:
+        bases = self._layout.memory.moved()
+        if bases:
             raise StalePlanError(
-                f"{self._instance}: {len(moved)} of the parameters of {self._label} were reallocated since they were "
+                f"{self._instance}: {len(bases)} of the parameters of {self._label} were reallocated since they were "
                 "described; connect again to plan anew"
             )
         schedule = self._schedule
         self._shared.begin(deadline)
         watch.charge("shared")
         watch.advance(self._shared.nbytes)
-        under_way: deque[tuple[int, Exchange]] = deque()
+        exchanges: deque[tuple[int, Exchange]] = deque()
         for number, step in enumerate(schedule.rounds):
-            while under_way and (len(under_way) == IN_FLIGHT or under_way[0][0] < step.after):
-                self._finish(*under_way.popleft(), deadline, watch)
+            while exchanges and (len(exchanges) == IN_FLIGHT or exchanges[0][0] < step.after):
+                self._finish(*exchanges.popleft(), deadline, watch)
             step.pack.run()
             watch.charge("pack")
-            under_way.append((number, self._group.post(step.sends, step.receives)))
-        while under_way:
-            self._finish(*under_way.popleft(), deadline, watch)
+            exchanges.append((number, self._group.post(step.sends, step.receives)))
+        while exchanges:
+            self._finish(*exchanges.popleft(), deadline, watch)
         if self._group.buffers:
             self._confirm(deadline)
             watch.charge("exchange")
@@ -168,9 +168,9 @@ class Executor:
         try:
             exchange.wait(deadline)
         except TransferError as error:
-            left = sum(r.nbytes for r in rounds[number + 1 :])
+            later_bytes = sum(r.nbytes for r in rounds[number + 1 :])
             raise type(error)(
-                f"{error} in round {number + 1} of {len(rounds)}, {left} bytes in later rounds"
+                f"{error} in round {number + 1} of {len(rounds)}, {later_bytes} bytes in later rounds"
             ) from error
         watch.charge("exchange")
         rounds[number].unpack.run()
@@ -178,7 +178,7 @@ class Executor:
         watch.advance(rounds[number].nbytes)
 
     def _confirm(self, deadline: Deadline) -> None:
-        """Tells who sent that everything is here, and hears it from who received: networks take bytes for the dead."""
+        """Tells senders that everything is here, and hears it from receivers: networks take bytes for dead peers."""
         try:
             self._group.post(self._schedule.said, self._schedule.heard).wait(deadline)
         except TransferError as error:
@@ -186,7 +186,7 @@ class Executor:
 
 
 class _Watch:
-    """Charges the time since the last charge to a phase, and says how far a run is."""
+    """Charges the time since the last charge to a phase, and logs the progress of a run."""
 
     def __init__(self, schedule: Schedule, shared: int, label: str, fields: Mapping[str, object]) -> None:
         self._schedule, self._shared, self._label, self._fields = schedule, shared, label, fields
@@ -195,9 +195,9 @@ class _Watch:
         self._last = self._said = time.perf_counter()
 
     def charge(self, phase: str) -> None:
-        now = time.perf_counter()
-        self._spent[phase] += now - self._last
-        self._last = now
+        moment = time.perf_counter()
+        self._spent[phase] += moment - self._last
+        self._last = moment
 
     def advance(self, nbytes: int) -> None:
         self._moved += nbytes
@@ -207,7 +207,7 @@ class _Watch:
 
     def report(self) -> TransferReport:
         s = self._schedule
-        made = TransferReport(
+        report = TransferReport(
             bytes_sent=s.bytes_sent,
             bytes_received=s.bytes_received,
             bytes_copied=s.bytes_copied,
@@ -216,8 +216,8 @@ class _Watch:
             seconds=sum(self._spent.values()),
             **{f"{phase}_seconds": seconds for phase, seconds in self._spent.items()},
         )
-        self._log(logging.INFO, f"moved {self._moved} bytes in {made.seconds:.3f} s")
-        return made
+        self._log(logging.INFO, f"moved {self._moved} bytes in {report.seconds:.3f} s")
+        return report
 
     def fail(self, error: BaseException) -> None:
         self._log(logging.WARNING, f"gave up after {self._moved} of {self._total} bytes: {type(error).__name__}")

@@ -19,7 +19,7 @@ class Source(Protocol):
     """One trainer rank."""
 
     def describe(self) -> RankLayout:
-        """Everything this rank holds, as regions of logical tensors over its live memory.
+        """Describes everything this rank holds, as regions of logical tensors over its live memory.
 
         Called on every trainer rank when the pair connects and again before each update, outside of forward and
         backward. Must not communicate: ranks call it at different times. Raises DescribeError for what it cannot
@@ -36,8 +36,8 @@ class Sink(Protocol):
     """
 
     def describe(self) -> RankLayout:
-        """Every byte of every parameter of this rank as regions over its live memory, each slot of each replica
-        included.
+        """Describes every byte of every parameter of this rank: regions over its live memory, all slots of all
+        replicas.
 
         Called when the instance connects. Must not communicate and must not change any weight. Raises DescribeError for
         what it cannot describe and AgreementError where engine and placement contradict each other.
@@ -54,12 +54,12 @@ class Sink(Protocol):
 
 @runtime_checkable
 class Settles(Protocol):
-    """A sink whose engine keeps tensors computed from parameters that nobody else brings up to date."""
+    """A sink whose engine keeps tensors computed from parameters, which nobody else brings up to date."""
 
     def settle(self) -> None:
-        """Computes them anew, in place.
+        """Computes the derived tensors anew, in place.
 
-        Called after every update, when all parameters are written and the engine has ended its session, and before
-        anything is digested; again after a resend. Must not communicate. What it raises fails the update.
+        Called after every update, and again after a resend: all parameters are written, the engine has ended its
+        session, and nothing is digested yet. Must not communicate. An error that it raises fails the update.
         """
         ...

@@ -1,1 +1,4 @@
-"""FSDP2: a sharded model as a source."""
+"""FSDP2 and DTensor trainers as sources: `source` describes the regions of one rank.
+
+`mesh` computes the indices that a rank holds, `transformers_names` the checkpoint names, and `lora` sorts out adapters.
+"""

@@ -1,8 +1,9 @@
 """Models with PEFT adapters (LoRA and its like): the weights below the adapters under their checkpoint names.
 
 PEFT wraps each layer that it adapts: the weight becomes `q_proj.base_layer.weight` and the adapter's tensors lie beside
-it, `q_proj.lora_A.default.weight` (peft 0.21, tuners/tuners_utils.py). An engine gets either weights into which the
-trainer has merged the adapter, or plain weights and the adapter's tensors under the names that PEFT saves them by.
+it, `q_proj.lora_A.default.weight` (peft 0.21, tuners/tuners_utils.py). An engine gets one of two: weights into which
+the trainer has merged the adapter, or plain weights beside the adapter's tensors. The latter have the names that PEFT
+saves them by.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["Adapted", "LoraMode", "inner_model", "split_adapters"]
 LoraMode = Literal["merged", "separate"]
 
 _SAVED_UNDER = "base_model.model."
-"""What PEFT puts before the names of an adapter's tensors when it saves them."""
+"""Prefix that PEFT puts before the names of an adapter's tensors when it saves them."""
 
 
 class Adapted(NamedTuple):
@@ -34,7 +35,7 @@ class Adapted(NamedTuple):
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model that a `peft.PeftModel` is around, any other as it is."""
+    """The model inside a `peft.PeftModel`, any other as it is."""
     peft = sys.modules.get("peft.peft_model")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
@@ -42,22 +43,23 @@ def inner_model(model: nn.Module) -> nn.Module:
 def split_adapters(model: nn.Module, tensors: Mapping[str, torch.Tensor], mode: LoraMode | None) -> Adapted:
     """Sorts tensors, named by their clean path in `model`, into weights and adapters.
 
-    Raises DescribeError where the model has adapters and `mode` is None, contradicts what is merged, or cannot be had.
+    Raises DescribeError where the model has adapters and `mode` is None or does not fit them, and for modules that are
+    trained as copies.
     """
     layers = dict(_adapted_layers(model))
-    for where, layer in layers.items():
-        _check(where, layer, mode)
+    for layer_path, layer in layers.items():
+        _check(layer_path, layer, mode)
     base: dict[str, torch.Tensor] = {}
     adapter: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if (path := _layer_of(name, layers)) is None:
             base[name] = tensor
             continue
-        kind, *rest = name.removeprefix(f"{path}.").split(".")
+        kind, *segments = name.removeprefix(f"{path}.").split(".")
         if kind in layers[path].adapter_layer_names:
-            # The first segment after the kind is the adapter's own name, which PEFT does not save; DoRA's vectors it
-            # saves as if they were parameters of the layer.
-            ending = [] if kind == "lora_magnitude_vector" else rest[1:]
+            # The first segment after the kind is the adapter's own name, which PEFT does not save. It saves DoRA's
+            # vectors as if they were parameters of the layer.
+            ending = [] if kind == "lora_magnitude_vector" else segments[1:]
             adapter[_SAVED_UNDER + ".".join([path, kind, *ending])] = tensor
         else:
             base[_without_wrappers(name, layers)] = tensor
@@ -66,13 +68,13 @@ def split_adapters(model: nn.Module, tensors: Mapping[str, torch.Tensor], mode: 
 
 def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Path and module of every layer that PEFT wraps."""
-    utils, other = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
-    if utils is None or other is None:
+    utils, wrappers = sys.modules.get("peft.tuners.tuners_utils"), sys.modules.get("peft.utils.other")
+    if utils is None or wrappers is None:
         return
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, utils.BaseTunerLayer):
             yield clean_name(path), module
-        elif isinstance(module, other.AuxiliaryTrainingWrapper):
+        elif isinstance(module, wrappers.AuxiliaryTrainingWrapper):
             raise DescribeError(
                 f"module {path!r} is trained as a copy beside the original ({type(module).__name__}): an engine has no "
                 f"place for both; train it in place instead of with modules_to_save or trainable_token_indices"
@@ -111,5 +113,5 @@ def _layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
 
 def _without_wrappers(name: str, layers: Mapping[str, Any]) -> str:
     parts = name.split(".")
-    wrapped = (part == "base_layer" and ".".join(parts[:i]) in layers for i, part in enumerate(parts))
-    return ".".join(part for part, skip in zip(parts, wrapped, strict=True) if not skip)
+    flags = (part == "base_layer" and ".".join(parts[:i]) in layers for i, part in enumerate(parts))
+    return ".".join(part for part, skip in zip(parts, flags, strict=True) if not skip)

@@ -1,8 +1,8 @@
-"""Which indices of one dimension a rank of a device mesh holds, as runs of consecutive indices. Pure; no torch.
+"""Runs of consecutive indices that a rank of a device mesh holds of one dimension. Pure; no torch.
 
-A DTensor dimension may be split over several mesh dimensions. `Shard` cuts what is left into ceil chunks.
-`_StridedShard` with split factor s first cuts it into s pieces, cuts each into chunks and joins the chunks of one rank,
-so that a rank can hold several runs (torch 2.13, torch/distributed/tensor/placement_types.py).
+A DTensor dimension may be split over several mesh dimensions. `Shard` cuts the remaining indices into ceil chunks.
+`_StridedShard` with split factor s first cuts them into s pieces, then each piece into chunks, and joins the chunks of
+one rank. So a rank can hold several runs (torch 2.13, torch/distributed/tensor/placement_types.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def mesh_runs(size: int, cuts: Sequence[Cut]) -> Runs:
     runs: Runs = (Run(0, size),) if size else ()
     for cut in cuts:
         piece = _ceil(total(runs), cut.split)
-        kept = [_chunk(_slice(runs, piece * j, piece * (j + 1)), cut) for j in range(cut.split)]
-        runs = _join(run for part in kept for run in part)
+        chunks = [_chunk(_slice(runs, piece * j, piece * (j + 1)), cut) for j in range(cut.split)]
+        runs = _join(run for part in chunks for run in part)
     return runs
 
 
@@ -57,8 +57,8 @@ def possible_runs(size: int, cuts: Sequence[Cut]) -> list[Runs]:
     """Every reading of placements given from the first mesh dimension to the last; distinct, torch's own first.
 
     Where a split factor is the product of later cuts, the placements say that those were made first. FSDP2 really cuts
-    in that order, while DTensor evaluates the strided placement from left to right: the same for sizes that divide, not
-    for all others (7 rows over 3 x 2 ranks), where only the size of the local tensor tells who made it.
+    in that order, while DTensor evaluates the strided placement from left to right. Both agree for sizes that divide,
+    but not for all others (7 rows over 3 x 2 ranks). There only the size of the local tensor tells who made it.
     """
     readings = [mesh_runs(size, cuts)]
     order = _order_of_cuts(cuts)
@@ -73,13 +73,13 @@ def _order_of_cuts(cuts: Sequence[Cut]) -> list[Cut] | None:
     """The order in which plain cuts give these placements; None where a split factor is no product of later cuts."""
     order: list[Cut] = []
     for cut in reversed(cuts):
-        product, place = 1, 0
-        while product < cut.split and place < len(order):
-            product *= order[place].ranks
-            place += 1
+        product, position = 1, 0
+        while product < cut.split and position < len(order):
+            product *= order[position].ranks
+            position += 1
         if product != cut.split:
             return None
-        order.insert(place, cut)
+        order.insert(position, cut)
     return order
 
 
@@ -94,13 +94,13 @@ def _chunk(runs: Runs, cut: Cut) -> Runs:
 
 def _slice(runs: Sequence[Run], begin: int, end: int) -> Runs:
     """Positions begin..end-1 of the concatenated runs."""
-    found, position = [], 0
+    pieces, position = [], 0
     for start, stop in runs:
         low, high = max(begin - position, 0), min(end - position, stop - start)
         if low < high:
-            found.append(Run(start + low, start + high))
+            pieces.append(Run(start + low, start + high))
         position += stop - start
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _join(runs: Iterable[Run]) -> Runs:

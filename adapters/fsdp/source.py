@@ -1,7 +1,7 @@
 """A source for models sharded by FSDP2 or as DTensors: FSDP, HSDP, tensor parallel and any mix, Transformers names.
 
-What a rank holds is worked out from placements and mesh, without communication. Each region is a view of the live local
-shard, in the dtype that it has in memory; the sender casts to what a destination wants.
+A rank's part is worked out from placements and mesh, without communication. Each region is a view of the live local
+shard, in its dtype in memory; the sender casts to the destination's dtype.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class _Shard(NamedTuple):
 class FsdpSource:
     """One trainer rank of an FSDP2 / DTensor model.
 
-    Names are those of the checkpoint. For a Transformers model they are what its `save_pretrained` writes, fused
-    experts apart; for any other module its parameters' own names. `names` replaces that. A model with PEFT adapters
-    needs `lora`: "merged" when the trainer merges them before each update, "separate" to have them as tensors beside.
+    Names are those of the checkpoint: for a Transformers model the names that its `save_pretrained` writes, with fused
+    experts apart, for any other module its parameters' own. `names` replaces them. A model with PEFT adapters needs
+    `lora`: "merged" when the trainer merges them before each update, "separate" to send them as tensors beside.
 
     >>> source = FsdpSource(model)
     >>> layout = source.describe()
@@ -78,17 +78,17 @@ class FsdpSource:
             parts |= unchanged_names({name: tuple(tensor.shape) for name, tensor in adapter.items()})
         else:
             left_out += [(name, "merged into the weights") for name in adapter]
-        builder, held = LayoutBuilder(), 0
+        builder, parameter_bytes = LayoutBuilder(), 0
         with torch.no_grad():
             for name, tensor in (tensors | adapter).items():
                 shard = _local_shard(name, tensor) if parts.get(name) else None
                 if shard is None:
                     continue
-                held += shard.local.nbytes
+                parameter_bytes += shard.local.nbytes
                 for part in parts[name]:
                     for offset, view in _regions(part, shard):
                         builder.add(part.tensor, part.shape, offset, view)
-        return builder.build(notes=LayoutNotes(parameter_bytes=held, left_out=tuple(left_out)))
+        return builder.build(notes=LayoutNotes(parameter_bytes=parameter_bytes, left_out=tuple(left_out)))
 
     def _name(self, shapes: dict[str, tuple[int, ...]]) -> None:
         # Following the conversion of a large model takes seconds, and its result depends on the shapes alone.
@@ -99,17 +99,19 @@ class FsdpSource:
 
 
 def _regions(part: Part, shard: _Shard) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Where `part` and the shard meet: offsets in the logical tensor, and views of the shard. One for each run."""
-    meets = []
+    """The common boxes of `part` and shard, one for each run: offset in the logical tensor, and view of the shard."""
+    overlaps = []
     for runs, start, length in zip(shard.runs, part.start, part.size, strict=True):
-        meet = list(_meet(runs, start, start + length))
-        if not meet:
+        overlap = list(_meet(runs, start, start + length))
+        if not overlap:
             return
-        meets.append(meet)
+        overlaps.append(overlap)
     local = shard.local
     strides = local.stride()
-    for pieces in itertools.product(*meets):
-        place = local.storage_offset() + sum(at * stride for (_, _, at), stride in zip(pieces, strides, strict=True))
+    for pieces in itertools.product(*overlaps):
+        first_element = local.storage_offset() + sum(
+            index * stride for (_, _, index), stride in zip(pieces, strides, strict=True)
+        )
         offset = list(part.offset)
         size: list[int] = []
         stride: list[int] = []
@@ -118,25 +120,25 @@ def _regions(part: Part, shard: _Shard) -> Iterator[tuple[tuple[int, ...], torch
                 size.append(1)
                 stride.append(1)
                 continue
-            begin, end, _ = pieces[dim]
-            offset[j] += begin - part.start[dim]
-            size.append(end - begin)
+            lower, upper, _ = pieces[dim]
+            offset[j] += lower - part.start[dim]
+            size.append(upper - lower)
             stride.append(strides[dim])
-        yield tuple(offset), local.as_strided(size, stride, place)
+        yield tuple(offset), local.as_strided(size, stride, first_element)
 
 
 def _meet(runs: Sequence[Run], low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, local position of begin) of the runs inside low..high-1."""
+    """The runs inside low..high-1, each as (first index, end, local position of the first index)."""
     position = 0
     for start, stop in runs:
-        begin, end = max(start, low), min(stop, high)
-        if begin < end:
-            yield begin, end, position + begin - start
+        lower, upper = max(start, low), min(stop, high)
+        if lower < upper:
+            yield lower, upper, position + lower - start
         position += stop - start
 
 
 def _local_shard(name: str, tensor: torch.Tensor) -> _Shard | None:
-    """What this rank holds of a parameter; None when nothing."""
+    """The shard of a parameter that this rank holds; None when it holds nothing."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
@@ -151,7 +153,7 @@ def _local_shard(name: str, tensor: torch.Tensor) -> _Shard | None:
 
 
 def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
-    """For each dimension of the tensor the mesh dimensions that split it, first to last."""
+    """The mesh dimensions that split each dimension of the tensor, first to last."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -173,14 +175,14 @@ def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
 def _runs_of_dim(name: str, tensor: Any, dim: int, cuts: list[Cut], local: torch.Tensor) -> tuple[Run, ...]:
     size = int(tensor.shape[dim])
     readings = possible_runs(size, cuts)
-    fitting = [runs for runs in readings if total(runs) == local.shape[dim]]
-    if not fitting:
-        found = f"dimension {dim} of size {size} has {local.shape[dim]} local indices"
-        raise _refused(name, tensor, f"{found}, expected {' or '.join(str(total(runs)) for runs in readings)}")
-    if len(fitting) > 1:
-        ranges = " or ".join(str([(run.start, run.stop) for run in runs]) for runs in fitting)
+    matches = [runs for runs in readings if total(runs) == local.shape[dim]]
+    if not matches:
+        finding = f"dimension {dim} of size {size} has {local.shape[dim]} local indices"
+        raise _refused(name, tensor, f"{finding}, expected {' or '.join(str(total(runs)) for runs in readings)}")
+    if len(matches) > 1:
+        ranges = " or ".join(str([(run.start, run.stop) for run in runs]) for runs in matches)
         raise _refused(name, tensor, f"dimension {dim} of size {size} may hold rows {ranges}; use sizes that divide")
-    return fitting[0]
+    return matches[0]
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -190,8 +192,8 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _refused(name: str, tensor: torch.Tensor, why: str) -> DescribeError:
     placements = getattr(tensor, "placements", None)
     mesh = f" on mesh {tuple(tensor.device_mesh.shape)}" if placements is not None else ""  # type: ignore[attr-defined]
-    placed = f", placements {tuple(placements)}{mesh}" if placements is not None else ""
-    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {this_rank()}{placed}: {why}")
+    suffix = f", placements {tuple(placements)}{mesh}" if placements is not None else ""
+    return DescribeError(f"parameter {name!r} {tuple(tensor.shape)} on rank {this_rank()}{suffix}: {why}")
 
 
 def _reshard(model: nn.Module) -> None:
@@ -204,18 +206,18 @@ def _reshard(model: nn.Module) -> None:
 
 def _checkpoint_tensors(model: nn.Module, lora: LoraMode | None) -> Adapted:
     """Parameters and persistent buffers that belong into a checkpoint, by cleaned name, tied ones once."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for key, tensor in itertools.chain(module._parameters.items(), buffers.items()):
             if tensor is not None:
-                found[clean_name(f"{path}.{key}" if path else key)] = tensor
-    found, adapter = split_adapters(model, found, lora)
+                tensors[clean_name(f"{path}.{key}" if path else key)] = tensor
+    tensors, adapter = split_adapters(model, tensors, lora)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        found.pop(name, None)
-    _check_ties(model, found)
-    dropped = _tied_names(model, found)
-    return Adapted({name: tensor for name, tensor in found.items() if name not in dropped}, adapter)
+        tensors.pop(name, None)
+    _check_ties(model, tensors)
+    tied_names = _tied_names(model, tensors)
+    return Adapted({name: tensor for name, tensor in tensors.items() if name not in tied_names}, adapter)
 
 
 def _tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -224,15 +226,15 @@ def _tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[st
     for name, tensor in tensors.items():
         names_of[id(tensor)].append(name)
     patterns = _tied_patterns(model)
-    dropped: set[str] = set()
+    tied_names: set[str] = set()
     for names in names_of.values():
         if len(names) == 1:
             continue
-        kept = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
-        # The same choice as save_pretrained: targets of a tie go; where all are targets the last in order stays.
-        keep = kept[0] if kept else max(names)
-        dropped.update(name for name in names if name != keep)
-    return dropped
+        candidates = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+        # As in save_pretrained: targets of a tie are left out; where all are targets, the last in order stays.
+        checkpoint_name = candidates[0] if candidates else max(names)
+        tied_names.update(name for name in names if name != checkpoint_name)
+    return tied_names
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
@@ -244,10 +246,10 @@ def _tied_patterns(model: nn.Module) -> list[str]:
 
 
 def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Weights that the model ties must be one tensor: sharded apart they train apart, and an engine ties them again."""
+    """Refuses tied weights that are two tensors: sharded apart they train apart, and an engine ties them again."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        one, other = tensors.get(target), tensors.get(source)
-        if one is not None and other is not None and one is not other:
+        target_tensor, source_tensor = tensors.get(target), tensors.get(source)
+        if target_tensor is not None and source_tensor is not None and target_tensor is not source_tensor:
             raise DescribeError(
                 f"parameter {target!r} is tied to {source!r} by the model but is another tensor in memory; "
                 f"shard both in one fully_shard call, or untie them in the config"
@@ -255,7 +257,7 @@ def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, data-parallel wrappers and PEFT around the whole of it."""
+    """The model inside torch.compile, data-parallel wrappers and an outermost PEFT model."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     while True:

@@ -1,10 +1,10 @@
-"""How the parameters of a Transformers model are named and cut in its checkpoint.
+"""Names of a Transformers model's parameters in its checkpoint, and the boxes that they are cut into there.
 
-Transformers 5 holds some weights fused (all experts of a layer in one parameter) and writes them apart by running the
-reverse of its conversion table (transformers 5.19, core_model_loading.py, `revert_weight_conversion`). We run that same
-function on tensors without memory and read off, from storage and strides of each result, which box of which parameter
-it is. So every family that Transformers knows has its names, and a conversion that does more than select, transpose and
-concatenate is refused, not guessed.
+Transformers 5 holds some weights fused: all experts of a layer are one parameter. It writes them apart, by the reverse
+of its conversion table (transformers 5.19, core_model_loading.py, `revert_weight_conversion`). We run that same
+function on tensors without memory. Storage and strides of each result tell which box of which parameter it is. So every
+family that Transformers knows has its names. A conversion that does more than select, transpose and concatenate is
+refused, not guessed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NEW_DIM = -1
 class Part:
     """A box of a parameter that is a box of a logical tensor.
 
-    `tensor` and `shape` are name and global shape of the logical tensor, `offset` where the box begins in it. `start`
-    and `size` are the box in the parameter. `dims[j]` is the parameter's dimension that logical dimension j runs along,
-    or NEW_DIM.
+    `tensor` and `shape` are name and global shape of the logical tensor; the box begins at `offset` in it. `start` and
+    `size` are the box in the parameter. `dims[j]` is the parameter's dimension that logical dimension j runs along, or
+    NEW_DIM.
     """
 
     tensor: str
@@ -93,28 +93,28 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
             "install transformers>=5 or pass names="
         ) from error
 
-    follow = _follower()
+    mode = _follower()
     parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     origin = {_storage(tensor): name for name, tensor in parameters.items()}
     try:
-        with follow:
-            written = revert_weight_conversion(model, dict(parameters))
+        with mode:
+            outputs = revert_weight_conversion(model, dict(parameters))
     except Exception as error:
         raise DescribeError(
             f"Transformers' conversion to checkpoint names of {type(model).__name__} cannot be followed without "
             f"memory ({type(error).__name__}: {error}); pass names="
         ) from error
     parts: defaultdict[str, list[Part]] = defaultdict(list)
-    for tensor, view in written.items():
-        for box in _boxes_of(view, follow.joined):
+    for tensor, view in outputs.items():
+        for box in _boxes_of(view, mode.joined):
             name = origin.get(_storage(box.view))
-            found = None if name is None else _part(tensor, tuple(view.shape), box, shapes[name])
-            if name is None or found is None:
+            part = None if name is None else _part(tensor, tuple(view.shape), box, shapes[name])
+            if name is None or part is None:
                 raise DescribeError(
                     f"checkpoint tensor {tensor!r} {tuple(view.shape)} is not a box of a parameter"
                     f"{'' if name is None else f' (it comes from {name!r})'}: its conversion computes; pass names="
                 )
-            parts[name].append(found)
+            parts[name].append(part)
     for name, shape in shapes.items():
         if not parts[name]:
             # Of two results under one name the converter keeps one.
@@ -125,7 +125,7 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
 
 
 def check_parts(parts: Mapping[str, tuple[Part, ...]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Nothing lost and nothing twice. Raises DescribeError naming the parameter."""
+    """Checks that each parameter has no parts, or parts with all of its elements. Raises DescribeError naming it."""
     for name, shape in shapes.items():
         if name not in parts:
             raise DescribeError(f"parameter {name!r} {shape} has no entry in names=; give it () to leave it out")
@@ -147,10 +147,10 @@ class _Box:
 
 
 def _boxes_of(view: torch.Tensor, joined: Mapping[int, tuple[torch.Tensor, list[_Box]]]) -> Iterator[_Box]:
-    """The pieces of a tensor: itself, or what it was concatenated from."""
-    whole, pieces = joined.get(_storage(view), (None, []))
+    """The pieces of a tensor: itself, or the tensors that it was concatenated from."""
+    concatenation, pieces = joined.get(_storage(view), (None, []))
     # A view into a concatenation stays unresolved: its storage is no parameter's, so it is refused by name.
-    if whole is None or whole.shape != view.shape or whole.stride() != view.stride():
+    if concatenation is None or concatenation.shape != view.shape or concatenation.stride() != view.stride():
         yield _Box((0,) * view.dim(), view)
         return
     for piece in pieces:
@@ -159,12 +159,12 @@ def _boxes_of(view: torch.Tensor, joined: Mapping[int, tuple[torch.Tensor, list[
 
 
 def _part(tensor: str, shape: tuple[int, ...], box: _Box, parameter: tuple[int, ...]) -> Part | None:
-    """The box of the parameter that a view of its storage is; None when it is none (stepped or merged dimensions)."""
+    """The part that a view of a parameter's storage is; None for no box, as with stepped or merged dimensions."""
     if 0 in parameter:
         return Part(tensor, shape, box.offset, (0,) * len(parameter), parameter, (NEW_DIM,) * len(shape))
     strides = [math.prod(parameter[i + 1 :]) for i in range(len(parameter))]
-    place = int(box.view.storage_offset())
-    start = [place // stride % count for stride, count in zip(strides, parameter, strict=True)]
+    position = int(box.view.storage_offset())
+    start = [position // stride % count for stride, count in zip(strides, parameter, strict=True)]
     size = [1] * len(parameter)
     dims = []
     for count, stride in zip(box.view.shape, box.view.stride(), strict=True):
@@ -194,7 +194,7 @@ def _follower() -> Any:
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self.joined: dict[int, tuple[torch.Tensor, list[_Box]]] = {}
-            # A storage that is freed may give its address to another: results live as long as the trace.
+            # A storage that is freed may give its address to another, so results live as long as the trace.
             self.kept: list[Any] = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,22 +203,22 @@ def _follower() -> Any:
                 raise DescribeError(f"the conversion writes in place ({func})")
             if func is aten.clone.default:
                 return aten.alias(args[0])
-            made = func(*args, **kwargs)
+            output = func(*args, **kwargs)
             if func in (aten.cat.default, aten.stack.default):
-                self._remember(made, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), func)
-            self.kept.append(made)
-            return made
+                self._remember(output, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), func)
+            self.kept.append(output)
+            return output
 
         def _remember(self, made: torch.Tensor, pieces: list[torch.Tensor], dim: int, func: Any) -> None:
             dim %= made.dim()
             if func is aten.stack.default:
                 pieces = [piece.unsqueeze(dim) for piece in pieces]
-            begins = [0, *itertools.accumulate(piece.shape[dim] for piece in pieces)]
+            offsets = [0, *itertools.accumulate(piece.shape[dim] for piece in pieces)]
             self.joined[_storage(made)] = (
                 made,
                 [
-                    _Box(tuple(begin if d == dim else 0 for d in range(made.dim())), piece)
-                    for begin, piece in zip(begins, pieces, strict=False)
+                    _Box(tuple(offset if d == dim else 0 for d in range(made.dim())), piece)
+                    for offset, piece in zip(offsets, pieces, strict=False)
                 ],
             )
 

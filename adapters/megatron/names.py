@@ -1,9 +1,9 @@
-"""What Megatron-Core calls a tensor and what its checkpoint calls it: one short table a family.
+"""Names of Megatron-Core's tensors with their checkpoint names: one short table a family.
 
-Keys are those of `sharded_state_dict()` (megatron-core 0.19, the same for the local, the fused and the Transformer
-Engine layers but for where a norm is kept), checkpoint names those of the Transformers model. `{layer}` is the global
-layer counted from 0, `{expert}` the logical expert, `{part}` one of the rule's parts. A tensor that is in no table is
-refused, so a family is added by writing its table down.
+Keys are those of `sharded_state_dict()` of megatron-core 0.19. They are the same for local, fused and Transformer
+Engine layers, but for the place of a norm. Checkpoint names are those of the Transformers model. `{layer}` is the
+global layer counted from 0, `{expert}` the logical expert, `{part}` one of the rule's parts. A tensor that is in no
+table is refused, so a family is added by writing its table down.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OUTSIDE: Table = {
 }
 
 # Inside a layer. A norm before a fused projection belongs to the projection with Transformer Engine, and is a module
-# of its own without; both keys are listed.
+# of its own without it; both keys are listed.
 _NORMS: Table = {
     "input_layernorm.weight": Rule("input_layernorm.weight"),
     "self_attention.linear_qkv.layer_norm_weight": Rule("input_layernorm.weight"),
@@ -133,4 +133,4 @@ FAMILIES: Mapping[str, Table] = {
     "glm4_moe": _family(_ATTENTION, _QK_NORMS, _MLP, _EXPERTS, _BIASED_ROUTER, _SHARED_EXPERTS, mtp=True),
     "deepseek_v3": _family(_LATENT_ATTENTION, _MLP, _EXPERTS, _BIASED_ROUTER, _SHARED_EXPERTS, mtp=True),
 }
-"""By `model_type` of the Transformers config."""
+"""The tables by `model_type` of the Transformers config."""

@@ -1,7 +1,7 @@
-"""How the rows of one Megatron-Core tensor are the rows of checkpoint tensors. Pure: numbers in, runs of rows out.
+"""Rows of one Megatron-Core tensor as rows of checkpoint tensors. Pure: numbers in, runs of rows out.
 
-Every tensor that Megatron fuses it fuses along dimension 0, so a fused tensor is a sequence of runs, each of them rows
-of one checkpoint tensor. A rank's part is a range of those rows, whatever parallelism made it.
+Megatron fuses along dimension 0 alone. So a fused tensor is a sequence of runs, each of them rows of one checkpoint
+tensor. A rank's part is a range of those rows, whatever parallelism made it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Fusion", "Rows", "Sizes", "fused_rows", "overlap"]
 
 
 class Fusion(Enum):
-    """What the rows of a Megatron tensor are, with the parts of a name that stand for `{part}`."""
+    """Kinds of Megatron tensors by their rows. The kinds of rows have the order of the rule's parts."""
 
     WHOLE = "the rows of one checkpoint tensor"
     VOCABULARY = "rows of the vocabulary, then padding"
@@ -23,7 +23,7 @@ class Fusion(Enum):
 
 
 class Sizes(NamedTuple):
-    """What fusions depend on. `vocab_size` is the checkpoint's, without padding; `head_dim` in rows."""
+    """Sizes that fusions depend on. `vocab_size` is the checkpoint's, without padding; `head_dim` is in rows."""
 
     heads: int
     query_groups: int
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 def fused_rows(fusion: Fusion, rows: int, sizes: Sizes) -> tuple[Rows, ...]:
     """The runs that a Megatron tensor of `rows` rows consists of; rows in no run are padding.
 
-    Raises ValueError saying what was expected when a tensor with this fusion cannot have that many rows.
+    Raises ValueError with the expected number when a tensor with this fusion cannot have that many rows.
     """
     match fusion:
         case Fusion.WHOLE:

@@ -1,4 +1,4 @@
-"""What a Megatron-Core model chunk holds, as its own `sharded_state_dict()` states it, checked against live memory.
+"""Shards of a Megatron-Core model chunk, as its own `sharded_state_dict()` states them, checked against live memory.
 
 Written against megatron-core 0.19: dist_checkpointing/mapping.py for the entries, transformer/transformer_block.py for
 layer numbers, transformer/moe/experts.py for the expert axis, transformer/mlp.py for the gate/up factory.
@@ -40,11 +40,11 @@ class Shard(NamedTuple):
 
 
 def shards(chunk: Any) -> Iterator[Shard]:
-    """All of a model chunk (not wrapped). Raises DescribeError naming the parameter."""
+    """All shards of an unwrapped model chunk. Raises DescribeError naming the parameter."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
     _check_config(chunk.config)
-    # Layers by number in the key instead of as a further axis: then it is the same for all kinds of blocks.
+    # The layer as a number in the key, not as a further axis: so all kinds of blocks are alike.
     entries = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
     for name, entry in entries.items():
         if isinstance(entry, ShardedTensor):
@@ -60,38 +60,38 @@ def shards(chunk: Any) -> Iterator[Shard]:
 
 
 def _check_config(config: Any) -> None:
-    """Options that make weights other numbers, or in another order, than a checkpoint has them."""
-    for option, what in (
+    """Refuses options by which weights have other values, or another order, than in a checkpoint."""
+    for option, effect in (
         ("moe_mlp_glu_interleave_size", "mixes gate and up rows in blocks"),
         ("moe_shared_expert_glu_interleave_size", "mixes gate and up rows in blocks"),
         ("layernorm_zero_centered_gamma", "keeps the weights of norms less 1"),
     ):
         if getattr(config, option, None):
-            raise DescribeError(f"{option}={getattr(config, option)} {what}, which no checkpoint has; unset it")
+            raise DescribeError(f"{option}={getattr(config, option)} {effect}, which no checkpoint has; unset it")
 
 
 def _shard(chunk: Any, name: str, entry: Any, *, gated: bool) -> Shard:
-    prepended = int(entry.prepend_axis_num)
+    axis_count = int(entry.prepend_axis_num)
     expert = None
-    if prepended:
+    if axis_count:
         experts = chunk.config.num_moe_experts
-        if prepended > 1 or entry.global_shape[0] != experts:
-            axes = list(entry.global_shape[:prepended])
+        if axis_count > 1 or entry.global_shape[0] != experts:
+            axes = list(entry.global_shape[:axis_count])
             raise refused(name, f"{entry.key!r} has leading axes {axes}, expected one of num_moe_experts={experts}")
         expert = int(entry.global_offset[0])
     return Shard(
         name,
         entry.key,
         _plain(name, entry.data),
-        tuple(int(n) for n in entry.global_shape[prepended:]),
-        tuple(int(n) for n in entry.global_offset[prepended:]),
+        tuple(int(n) for n in entry.global_shape[axis_count:]),
+        tuple(int(n) for n in entry.global_offset[axis_count:]),
         expert,
         gated,
     )
 
 
 class LiveMemory:
-    """The parameters and persistent buffers of a chunk, and how much of each has been claimed by shards."""
+    """The parameters and persistent buffers of a chunk, and the bytes of each that shards have claimed."""
 
     def __init__(self, chunk: nn.Module) -> None:
         self._tensors: list[tuple[str, torch.Tensor]] = list(_checkpoint_tensors(chunk))
@@ -99,35 +99,35 @@ class LiveMemory:
         self._seen: set[tuple[int, int, int]] = set()
         by_storage: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for index, (name, tensor) in enumerate(self._tensors):
-            plain = _plain(name, tensor)
-            if not plain.is_contiguous():
-                raise refused(name, f"its strides {plain.stride()} are not those of a whole tensor")
-            storage, start, size = _place(plain)
+            view = _plain(name, tensor)
+            if not view.is_contiguous():
+                raise refused(name, f"its strides {view.stride()} are not those of a whole tensor")
+            storage, start, size = _place(view)
             by_storage[storage].append((start, start + size, index))
         self._by_storage = {storage: sorted(places) for storage, places in by_storage.items()}
 
     def claim(self, shard: Shard) -> None:
-        """Count a shard to the tensor that it is a view of. Raises DescribeError when there is none."""
-        storage, start, size = place = _place(shard.data)
+        """Counts a shard towards the tensor that it is a view of. Raises DescribeError when there is none."""
+        storage, start, size = span = _place(shard.data)
         places = self._by_storage.get(storage, [])
-        at = bisect.bisect_right(places, (start, float("inf"))) - 1
-        if size and (at < 0 or start + size > places[at][1]):
+        index = bisect.bisect_right(places, (start, float("inf"))) - 1
+        if size and (index < 0 or start + size > places[index][1]):
             raise refused(shard.name, "sharded_state_dict() gives a copy of it; only live memory can be sent")
-        # An embedding that is tied inside of a chunk is one memory under two entries.
-        if size and place not in self._seen:
-            self._seen.add(place)
-            self._claimed[places[at][2]] += shard.data.nbytes
+        # An embedding that is tied inside a chunk is one memory with two entries.
+        if size and span not in self._seen:
+            self._seen.add(span)
+            self._claimed[places[index][2]] += shard.data.nbytes
 
     def finish(self) -> int:
-        """Bytes in all. Raises DescribeError naming a parameter or buffer that no shard accounts for."""
-        for (name, tensor), claimed in zip(self._tensors, self._claimed, strict=True):
-            if claimed != tensor.nbytes:
-                raise refused(name, f"sharded_state_dict() accounts for {claimed} of its {tensor.nbytes} bytes")
+        """Number of bytes in all. Raises DescribeError naming a parameter or buffer that shards do not account for."""
+        for (name, tensor), nbytes in zip(self._tensors, self._claimed, strict=True):
+            if nbytes != tensor.nbytes:
+                raise refused(name, f"sharded_state_dict() accounts for {nbytes} of its {tensor.nbytes} bytes")
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """(storage, first byte in it, bytes from the first to the last element)."""
+    """The span of a tensor: (storage, first byte in it, bytes from the first to the last element)."""
     size = tensor.element_size()
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * size, extent * size
@@ -161,7 +161,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _check_gathered(wrapper: Any) -> None:
-    """With overlap_param_gather the parts of other ranks stay old after a step, until the next forward."""
+    """Refuses weights to gather: with overlap_param_gather, parts of other ranks stay old until the next forward."""
     if not getattr(getattr(wrapper, "ddp_config", None), "overlap_param_gather", False):
         return
     groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)

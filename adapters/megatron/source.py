@@ -1,8 +1,8 @@
 """A source for Megatron-Core models: tensor, pipeline (with virtual stages), expert and data parallelism, and any mix.
 
-Where a rank's memory lies in the global tensors is what Megatron itself states for its distributed checkpoints,
-`sharded_state_dict()`: keys, global shapes and offsets, without communication. Tables in `megatron_names` say what the
-checkpoint calls them, `megatron_rows` takes fused rows apart. Each region is a view of the live parameter.
+Megatron itself states where a rank's memory lies in the global tensors: `sharded_state_dict()`, made for distributed
+checkpoints, has keys, global shapes and offsets, without communication. `megatron.names` has the checkpoint names, and
+`megatron.rows` takes fused rows apart. Each region is a view of the live parameter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MegatronSource:
 
     `model` is the model, or the list of model chunks that a rank with virtual pipeline stages has; wrappers for mixed
     precision and data parallelism may be around them. `family` is the `model_type` of the Transformers config (one of
-    `megatron_names.FAMILIES`), or a table of one's own. `vocab_size` is the checkpoint's: rows above it are padding
+    `megatron.names.FAMILIES`), or a table of one's own. `vocab_size` is the checkpoint's: rows above it are padding
     and are never sent.
 
     >>> source = MegatronSource(model, family="qwen3_moe", vocab_size=151936)
@@ -50,24 +50,25 @@ class MegatronSource:
     def describe(self) -> RankLayout:
         """Every region that this rank holds of every parameter and persistent buffer, in all of its model chunks.
 
-        Raises DescribeError naming the parameter and rank: one without a name in the family's table, with a shape that
-        contradicts the config, not plain memory, or that `sharded_state_dict()` does not account for.
+        Raises DescribeError naming parameter and rank. Refused are parameters without a name in the family's table,
+        with a shape that contradicts the config, or not in plain memory. So is one that `sharded_state_dict()` does not
+        account for.
         """
         import torch
 
         builder = LayoutBuilder()
-        held = padding = 0
+        parameter_bytes = padding = 0
         left_out: dict[str, str] = {}
         for wrapped in self._wrapped:
             chunk = unwrapped(wrapped)
-            live = LiveMemory(chunk)
+            memory = LiveMemory(chunk)
             with torch.no_grad():
                 for shard in shards(chunk):
-                    live.claim(shard)
+                    memory.claim(shard)
                     padding += self._add(builder, chunk.config, shard)
-            held += live.finish()
+            parameter_bytes += memory.finish()
             left_out |= _shared_with_mtp(chunk)
-        notes = LayoutNotes(parameter_bytes=held, padding_bytes=padding, left_out=tuple(left_out.items()))
+        notes = LayoutNotes(parameter_bytes=parameter_bytes, padding_bytes=padding, left_out=tuple(left_out.items()))
         return builder.build(notes=notes)
 
     def _add(self, builder: LayoutBuilder, config: Any, shard: Shard) -> int:
@@ -76,31 +77,31 @@ class MegatronSource:
         if rule.fusion is Fusion.WHOLE:
             builder.add(_rendered(rule, 0, layer, shard.expert), shard.shape, shard.offset, shard.data)
             return 0
-        rows, begin = shard.data.shape[0], shard.offset[0]
-        sent = 0
-        for run in overlap(self._runs(rule, shard, config), begin, rows):
+        rows, first_row = shard.data.shape[0], shard.offset[0]
+        row_count = 0
+        for run in overlap(self._runs(rule, shard, config), first_row, rows):
             name = _rendered(rule, run.part, layer, shard.expert)
-            view = shard.data.narrow(0, run.start - begin, run.length)
+            view = shard.data.narrow(0, run.start - first_row, run.length)
             builder.add(name, (run.total, *shard.shape[1:]), (run.offset, *shard.offset[1:]), view)
-            sent += run.length
-        return (rows - sent) * shard.data[0:1].nbytes if sent < rows else 0
+            row_count += run.length
+        return (rows - row_count) * shard.data[0:1].nbytes if row_count < rows else 0
 
     def _rule(self, shard: Shard, config: Any) -> tuple[Rule, int]:
         """The rule of a shard, and the checkpoint's number of its layer."""
         layer, key = 0, shard.key
-        found = _LAYER.match(key)
-        if found:
-            # A checkpoint counts multi-token-prediction layers on after the decoder's.
-            layer = int(found[2]) + (config.num_layers if found[1] == "mtp" else 0)
-            key = f"{found[1]}.layers.{{layer}}.{key[found.end() :]}"
+        match = _LAYER.match(key)
+        if match:
+            # In a checkpoint the numbers of multi-token-prediction layers follow the decoder's.
+            layer = int(match[2]) + (config.num_layers if match[1] == "mtp" else 0)
+            key = f"{match[1]}.layers.{{layer}}.{key[match.end() :]}"
         rule = self._table.get(key)
         if rule is None:
             raise refused(
                 shard.name, f"family {self._family!r} has no checkpoint name for {key!r}; add it to the table"
             )
         if (rule.fusion is Fusion.GATE_UP) is not shard.gated:
-            found_is, expected = ("gated", "not") if shard.gated else ("not gated", "gated")
-            raise refused(shard.name, f"{key!r} is {found_is} in this model and {expected} in family {self._family!r}")
+            kind, expected = ("gated", "not") if shard.gated else ("not gated", "gated")
+            raise refused(shard.name, f"{key!r} is {kind} in this model and {expected} in family {self._family!r}")
         return rule, layer
 
     def _runs(self, rule: Rule, shard: Shard, config: Any) -> tuple[Rows, ...]:

@@ -1,13 +1,13 @@
-"""What an SGLang server keeps that its weights have computed, and what becomes of it when they change.
+"""Everything that an SGLang server keeps that its weights have computed, and its fate when they change.
 
-`INVENTORY` is the list of it, made by reading SGLang 0.5.23. Each entry is dropped on every rank before a version is
-stamped, or keyed by version, or refused when the rank connects, or does not depend on weights.
+`INVENTORY` lists it, from reading SGLang 0.5.23. An entry is dropped on every rank before a version is stamped, keyed
+by version, or copied anew. Or it is refused when the rank connects, or does not depend on weights.
 
     refuse_settings(scheduler, pause, stages)     # at connect and before each transfer
     drop_caches(scheduler)                        # before a transfer, and once more when it is over
     prefixes.move_on(scheduler, "81")             # instead, where requests go on in place
 
-Caches are dropped before anything is written, while the engine is paused: an engine that cannot drop them now has
+Caches are dropped before anything is written, while the engine is paused. So an engine that cannot drop them now has
 lost nothing, and is asked again.
 """
 
@@ -45,8 +45,10 @@ Fate = Literal["dropped", "keyed", "refreshed", "refused", "independent"]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Something that SGLang keeps between requests. `place` is where, under `sglang.srt` unless it begins with `self`
-    of a class; `fate` says what becomes of it at an update, `by` how or why.
+    """Something that SGLang keeps between requests.
+
+    `place` is the path of its module or attribute under `sglang.srt`. `fate` is its fate at an update, `by` says how or
+    why.
     """
 
     name: str
@@ -91,7 +93,7 @@ INVENTORY = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A server argument with which weights would be served that no update reaches. Any value but `plain` is refused."""
+    """A server argument by which an update would not reach all that answers. Any value but `plain` is refused."""
 
     name: str
     plain: object
@@ -99,7 +101,7 @@ class Setting:
 
     @property
     def option(self) -> str:
-        """The argument on the command line."""
+        """The name of the argument on the command line."""
         return "--" + self.name.replace("_", "-")
 
 
@@ -164,9 +166,9 @@ def require_pause(scheduler: Any) -> None:
 
 
 def poll_copies(scheduler: Any) -> None:
-    """Ends HiCache's copies that are through: SGLang does it in the turns of its loop, of which a paused one has none.
+    """Settles HiCache's finished copies. SGLang does it in the turns of its loop, of which a paused one has none.
 
-    SGLang agrees among ranks on what is through (0.5.23, `unified_radix_cache.py`), so each of them has to call this at
+    SGLang's ranks agree on the finished copies (0.5.23, `unified_radix_cache.py`). So each of them has to call this at
     the same requests, whatever else it answers. No copy begins while the engine is paused.
     """
     if attribute(scheduler, "enable_hierarchical_cache"):
@@ -176,21 +178,21 @@ def poll_copies(scheduler: Any) -> None:
 def drop_caches(scheduler: Any) -> None:
     """Empties every cache of this rank that is "dropped" in `INVENTORY`.
 
-    Called at the same request on all ranks, in their loops. Raises PairStateError, beginning with `BUSY` where it may
-    be asked again, and then something may be left.
+    Called at the same request on all ranks, in their loops. Raises PairStateError. Its message begins with `BUSY` where
+    the rank may be asked again, and then some caches may be left.
     """
     require_pause(scheduler)
     grammars = attribute(scheduler, "grammar_manager")
     # Requests whose grammar is being compiled have computed nothing yet, and a paused loop never asks for it.
-    compiling, grammars.grammar_queue = attribute(grammars, "grammar_queue"), []
+    queue, grammars.grammar_queue = attribute(grammars, "grammar_queue"), []
     try:
         flushed = scheduler.flush_cache(empty_cache=False)
     finally:
-        grammars.grammar_queue = compiling
+        grammars.grammar_queue = queue
     if not flushed:
-        running = len(scheduler.running_batch.reqs)
+        count = len(scheduler.running_batch.reqs)
         raise PairStateError(
-            f"{BUSY}SGLang does not flush its caches while requests hold KV or copies are under way; {running} run, "
+            f"{BUSY}SGLang does not flush its caches while requests hold KV or copies are under way; {count} run, "
             f"{len(scheduler.waiting_queue)} wait"
         )
     _drop_embeddings()
@@ -207,10 +209,11 @@ def _drop_embeddings() -> None:
 class Prefixes:
     """Keeps new requests from the KV of other weights where running requests keep theirs.
 
-    SGLang finds prefixes by tokens and by `extra_key`, which a client may set. From the first update in place on every
-    new request has the version in it, too, and so has one that still waits: it has computed nothing that counts. A
-    running request keeps the key it has, under which no later request looks for anything. A version's number may come
-    again with other weights, as in a pair that is made anew; so the key counts the updates of this process, too.
+    SGLang finds prefixes by tokens and by `extra_key`, which a client may set. After the first update in place the key
+    of every new request has the version in it, too. So has the key of a request that still waits: it has computed
+    nothing that counts. A running request keeps its key, under which no later request looks for anything. A version's
+    number may come again with other weights, as in a pair that is made anew. So the key counts the updates of this
+    process, too.
     """
 
     MARK = "weightcast="
@@ -220,14 +223,14 @@ class Prefixes:
         self._moves = 0
 
     def move_on(self, scheduler: Any, version: str) -> None:
-        """From now on `version` is what new requests are computed with."""
+        """Gives new requests the key of `version`, the weights that they are computed with from now on."""
         self._moves += 1
         self.version = f"{version}.{self._moves}"
         for request in [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]:
             if not request.kv.holds_kv:
                 self.apply(request)
         _drop_embeddings()
-        # For the time of a pause nothing is computed, which SGLang's watchdog would take for a hang.
+        # Nothing is computed during a pause, which SGLang's watchdog would take for a hang.
         scheduler.cur_batch_for_debug = None
 
     def apply(self, request: Any) -> None:
@@ -240,7 +243,7 @@ class Prefixes:
         request.extra_key = f"{self.MARK}{self.version}|{key}"
 
 
-# Memos: what modules have computed from parameters when they were first used.
+# Memos: values that modules compute from parameters at their first use.
 
 
 def refresh_memos(model: torch.nn.Module) -> None:

@@ -1,8 +1,8 @@
 """The expert layers of an SGLang model, and the slots that they must hold by the placement.
 
 The loader trace says how a slot is laid out; the placement says which slots exist. The loader alone is no witness of
-existence: with an a2a backend SGLang 0.5.23 writes only the first of two replicas on one rank
-(`eplb/expert_location.py`, `_compute_logical_to_all_physical_map`, which `FusedMoE.weight_loader` reads).
+existence: with an a2a backend SGLang 0.5.23 writes only the first of two replicas on one rank. (Source:
+`eplb/expert_location.py`, `_compute_logical_to_all_physical_map`, which `FusedMoE.weight_loader` reads.)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ExpertLayer:
 
     @property
     def num_slots(self) -> int:
-        """Local slots, routed and shared."""
+        """Number of local slots, routed and shared."""
         return self.num_local_routed + self.num_shared
 
 
@@ -66,7 +66,7 @@ def find_layers(model: torch.nn.Module) -> list[ExpertLayer]:
     """All FusedMoE modules of a model, as they are now. Raises DescribeError for layouts this adapter does not know."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-    found = []
+    layers = []
     for name, module in model.named_modules():
         if not isinstance(module, FusedMoE):
             continue
@@ -75,7 +75,7 @@ def find_layers(model: torch.nn.Module) -> list[ExpertLayer]:
                 raise DescribeError(
                     f"{name!r}: its weights are rearranged ({flag} is set), which this adapter cannot describe"
                 )
-        found.append(
+        layers.append(
             ExpertLayer(
                 name,
                 int(attribute(module, "layer_id")),
@@ -86,7 +86,7 @@ def find_layers(model: torch.nn.Module) -> list[ExpertLayer]:
                 bool(attribute(module, "uses_expert_location")),
             )
         )
-    return found
+    return layers
 
 
 def read_placement(layers: Sequence[ExpertLayer]) -> RankPlacement | None:
@@ -99,10 +99,10 @@ def read_placement(layers: Sequence[ExpertLayer]) -> RankPlacement | None:
     if not layers:
         return None
     first = layers[0]
-    for other in layers:
-        if _numbers(other) != _numbers(first):
+    for layer in layers:
+        if _numbers(layer) != _numbers(first):
             raise AgreementError(
-                f"{first.name!r} has slots {_numbers(first)}, {other.name!r} has {_numbers(other)}; one rank has one"
+                f"{first.name!r} has slots {_numbers(first)}, {layer.name!r} has {_numbers(layer)}; one rank has one"
             )
     metadata = get_global_expert_location_metadata()
     try:
@@ -129,10 +129,10 @@ def _numbers(m: ExpertLayer) -> tuple[int, int, int, int]:
 
 
 def dispatch_table(layers: Sequence[ExpertLayer]) -> tuple[IntArray, bool]:
-    """What this rank's token dispatcher may choose: (layer, logical expert, physical slot), and whether all must agree.
+    """The choices of this rank's token dispatcher: (n, 3) layer, logical expert, physical slot; True if all must agree.
 
-    Source: `eplb/expert_location_dispatch.py`, 0.5.23: without an algorithm ids pass unchanged, "static" takes the
-    rank's own table, every other algorithm any slot of the logical-to-physical map. Draft layers have no table.
+    Source: `eplb/expert_location_dispatch.py`, 0.5.23. Without an algorithm ids pass unchanged, "static" takes the
+    rank's own table, and every other algorithm any slot of the logical-to-physical map. Draft layers have no table.
     """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
     from sglang.srt.runtime_context import get_exec
@@ -150,8 +150,8 @@ def dispatch_table(layers: Sequence[ExpertLayer]) -> tuple[IntArray, bool]:
         tables = np.tile(identity[None, :, None], (len(rows), 1, 1))
     else:
         name = "logical_to_rank_dispatch_physical_map" if algorithm == "static" else "logical_to_all_physical_map_cpu"
-        whole = attribute(metadata, name).cpu().numpy().astype(np.int64)
-        rows = [r for r in rows if r < len(whole)]
-        tables = whole[rows].reshape(len(rows), num_logical, -1)
-    layer, expert, which = np.nonzero(tables != -1)
-    return np.stack([np.array(rows, dtype=np.int64)[layer], expert, tables[layer, expert, which]], axis=1), shared
+        slot_map = attribute(metadata, name).cpu().numpy().astype(np.int64)
+        rows = [r for r in rows if r < len(slot_map)]
+        tables = slot_map[rows].reshape(len(rows), num_logical, -1)
+    layer, expert, column = np.nonzero(tables != -1)
+    return np.stack([np.array(rows, dtype=np.int64)[layer], expert, tables[layer, expert, column]], axis=1), shared

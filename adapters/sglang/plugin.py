@@ -3,14 +3,14 @@
 It answers the requests of SGLang's own update API that carry a group name of ours, and leaves all others to SGLang:
 
 - `init_weights_update_group`: describes this rank and begins to register and join. The group is
-  `weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL`; the same call again is a question how that goes on.
+  `weightcast/PAIR/INSTANCE/EPOCH/PAUSE/CALL`; the same call again asks how that goes on.
 - `update_weights_from_distributed` with load format "weightcast": drops caches, and begins to receive.
 - `end_weight_update`: when SGLang has computed its derived weights, computes the others, drops caches again and begins
   to digest.
 - `destroy_weights_update_group`: leaves.
 
-Each of them answers at once, and whatever waits for others runs in a thread of this rank: it registers, joins,
-receives and digests while the scheduler's loop goes on, and tells the gateway itself how that ended.
+Each of them answers at once. Whatever waits for others runs in a thread of this rank, while the scheduler's loop goes
+on: the thread registers, joins, receives and digests, and tells the gateway itself how that ended.
 
 No error leaves a hook: it comes back as `success=False` with our message, and the server lives. The token is taken from
 the environment of the server (WEIGHTCAST_TOKEN); WEIGHTCAST_GATEWAY overrides the gateway's address.
@@ -71,7 +71,7 @@ _CHECK_ARGUMENTS = "sglang.srt.server_args.ServerArgs.check_server_args"
 
 
 class _Thread:
-    """What waits for others, beside the scheduler's loop: one job after the other, with the loop's torch settings."""
+    """A thread for jobs that wait for others, one at a time, beside the scheduler's loop and with its settings."""
 
     def __init__(self, device: str, index: int) -> None:
         self._device, self._index = device, index
@@ -80,17 +80,17 @@ class _Thread:
         self._thread.start()
 
     def do(self, work: Callable[[], object]) -> Future[object]:
-        """Does `work` when all before it is done."""
+        """Queues `work` behind all earlier jobs; returns its future."""
         job: Future[object] = Future()
         self._jobs.put((work, job))
         return job
 
     def end(self) -> None:
-        """Nothing follows."""
+        """Ends the thread after the jobs that it has."""
         self._jobs.put(None)
 
     def ended(self, seconds: float) -> bool:
-        """Whether it has ended within `seconds`."""
+        """True if the thread has ended within `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -117,27 +117,28 @@ class _Described(NamedTuple):
     error: Exception | None
 
     def describe(self) -> RankLayout:
-        """See Sink."""
+        """The layout of this rank. Raises the error that its description met."""
         if self.layout is None:
             raise self.error or DescribeError("this rank was not described")
         return self.layout
 
     def placement(self) -> RankPlacement | None:
-        """See Sink."""
+        """The placement of this rank as SGLang's map has it now; None without a sink."""
         return None if self.sink is None else self.sink.placement()
 
     def settle(self) -> None:
-        """See Settles."""
+        """Recomputes tensors as the sink does; nothing without a sink."""
         if self.sink is not None:
             self.sink.settle()
 
 
 @dataclass(slots=True)
 class _Member:
-    """This rank in the group of one epoch. `connecting` and `receiving` are what its thread does or has done;
-    `receiving` until the end of the session is asked for, `writing` for good.
+    """This rank in the group of one epoch.
 
-    `name` is that of the request: a pair that was made anew begins with the same epoch, and is another call.
+    `connecting`, `receiving` and `writing` are jobs of its thread. The last two are the same transfer: `receiving` is
+    kept until the end of the session is asked for, `writing` for good. `name` is that of the request: a pair that was
+    made anew begins with the same epoch, and is another call.
     """
 
     name: str
@@ -150,11 +151,11 @@ class _Member:
     writing: Future[object] | None = None
 
     def state(self) -> str:
-        """How the connect goes on. Raises what made it fail."""
-        connecting = self.connecting
-        if connecting is None or not connecting.done():
+        """The state of the connect: CONNECTING or JOINED. Raises what made it fail."""
+        job = self.connecting
+        if job is None or not job.done():
             return CONNECTING
-        connecting.result()
+        job.result()
         return JOINED
 
     def leave(self) -> None:
@@ -172,7 +173,7 @@ class _Member:
 
 
 class _Session:
-    """The one member of this scheduler process; what outlives groups and gateways."""
+    """The one member of this scheduler process, and the state that outlives groups and gateways."""
 
     def __init__(self) -> None:
         self.member: _Member | None = None
@@ -193,8 +194,8 @@ class _Session:
     def of(self, group: str) -> _Member:
         """The member of `group`. Raises PairStateError for any other."""
         if self.member is None or group != self.member.group:
-            present = "none" if self.member is None else self.member.group
-            raise PairStateError(f"this rank is in group {present}, not in {group}; init the group first")
+            current_group = "none" if self.member is None else self.member.group
+            raise PairStateError(f"this rank is in group {current_group}, not in {group}; init the group first")
         return self.member
 
     def close(self) -> None:
@@ -231,7 +232,7 @@ _NAMESPACE = _SCHEDULER + "_maybe_namespace_elastic_radix_cache"
 
 
 def _before_launch(*_: Any) -> None:
-    """SGLang checks its arguments right before it starts its schedulers, and has imported what starts them."""
+    """Prepares scheduler actors: SGLang checks its arguments when it has imported what starts them, right before it."""
     load_in_actors((TOKEN_VARIABLE, CA_VARIABLE, GATEWAY_VARIABLE, ADDRESS_VARIABLE), ADDRESS_VARIABLE)
 
 
@@ -274,13 +275,13 @@ def _connect(manager: Any, request: Any) -> str:
             f"instance {instance} has {world} ranks, the pair says {request.world_size}; correct world_size"
         )
     _session.close()
-    earlier = list(_session.earlier)
-    described = _describe(manager, pause)
+    predecessors = list(_session.earlier)
+    description = _describe(manager, pause)
     worker = InstanceWorker(
         url,
         pair,
         instance,
-        described,
+        description,
         rank=rank,
         world_size=world,
         backend=request.backend,
@@ -291,13 +292,13 @@ def _connect(manager: Any, request: Any) -> str:
     _session.member, _session.memory = member, worker.memory
 
     def connect() -> None:
-        for other in earlier:
-            other.wait_until_left()
+        for predecessor in predecessors:
+            predecessor.wait_until_left()
         worker.connect(epoch)
 
     member.connecting = member.thread.do(connect)  # a description that failed is told to the gateway there
-    if described.error is not None:
-        raise described.error
+    if description.error is not None:
+        raise description.error
     return CONNECTING
 
 
@@ -313,7 +314,7 @@ def _describe(manager: Any, pause: str) -> _Described:
     """Reads the model, in the loop, and waits for nobody."""
     from weightcast.adapters.sglang.sink import SglangSink
 
-    begun = time.monotonic()
+    start = time.monotonic()
     sink, layout, failure = None, None, None
     try:
         _refuse(manager, pause)
@@ -321,7 +322,7 @@ def _describe(manager: Any, pause: str) -> _Described:
         layout = sink.describe()
     except Exception as error:
         failure = error
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     (log.warning if seconds > _SLOW else log.info)("weightcast: described this rank in %.1f s of its loop", seconds)
     return _Described(sink, layout, failure)
 
@@ -374,21 +375,21 @@ def _destroy_group(original: Callable[..., Any], manager: Any, request: Any) -> 
 
 
 def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    ours = request.load_format == LOAD_FORMAT
-    if not ours and not request.group_name.startswith(PREFIX):
+    is_ours = request.load_format == LOAD_FORMAT
+    if not is_ours and not request.group_name.startswith(PREFIX):
         return original(manager, request)
 
     from weightcast.adapters.sglang.caches import poll_copies
 
     def transfer() -> str:
-        if not ours:
+        if not is_ours:
             raise InputError(
                 f"group {request.group_name} is weightcast's: "
                 f"load_format must be {LOAD_FORMAT!r}, not {request.load_format!r}"
             )
         if manager._session is None:
             raise PairStateError("a transfer must run between begin_weight_update and end_weight_update")
-        poll_copies(manager.scheduler)  # before anything in which ranks may differ: it meets the others
+        poll_copies(manager.scheduler)  # before anything in which ranks may differ: the ranks meet there
         member = _session.of(request.group_name)
         if member.receiving is None:
             with _telling(member, begins=True):
@@ -405,9 +406,9 @@ def _update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 def _telling(member: _Member, begins: bool = False) -> Iterator[None]:
     """Tells the gateway of an error inside, from the thread.
 
-    A transfer that `begins` on a busy rank is asked for again. The gateway's driver does so, but hears the first rank
-    alone, whose answer SGLang's is; so that one tells nothing. Any other rank says that its plan is stale: then the
-    gateway connects the instance anew within the update, and asks all ranks again.
+    A transfer that `begins` on a busy rank is asked for again. The gateway's driver does so, but SGLang answers it for
+    the first rank alone; so that rank tells nothing. Any other rank says that its plan is stale. Then the gateway
+    connects the instance anew within the update, and asks all ranks again.
     """
     from weightcast.adapters.sglang.caches import BUSY
 
@@ -423,8 +424,9 @@ def _telling(member: _Member, begins: bool = False) -> Iterator[None]:
 
 
 def _make_ready(manager: Any, member: _Member) -> None:
-    """Asks everything again that was asked at connect and may have changed, and drops caches. Nothing is written yet:
-    what is refused here costs nothing.
+    """Repeats the checks of the connect whose outcome may have changed, and drops caches.
+
+    Nothing is written yet, so a refusal costs nothing.
     """
     from weightcast.adapters.sglang.caches import drop_caches, require_pause
     from weightcast.adapters.sglang.sink import refuse_guarded
@@ -440,13 +442,13 @@ def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     member = _session.member
     if member is None or member.receiving is None:
         return original(manager, request)
-    receiving, member.receiving = member.receiving, None
+    job, member.receiving = member.receiving, None
 
     def end() -> Any:
-        failure = _outcome(member, receiving)
+        failure = _outcome(member, job)
         with _telling(member):
             answer = original(manager, request)  # in any case: the engine's session has to be closed
-        if failure is not None and not receiving.done():
+        if failure is not None and not job.done():
             raise failure  # the thread is still busy with it, and has told nobody
         if failure is not None:
             return answer  # whoever has to know was told by the thread
@@ -468,8 +470,10 @@ def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def _outcome(member: _Member, receiving: Future[object]) -> BaseException | None:
-    """What made the transfer fail. The gateway ends the session when the trainer is through, so only last copies on
-    this rank are waited for; after a failure somewhere the beat has called it off.
+    """The error of a transfer, or None.
+
+    The gateway ends the session when the trainer is through, so only the last copies on this rank are waited for. After
+    a failure somewhere the beat has called the transfer off.
     """
     try:
         return receiving.exception(_LAST_WRITES)
@@ -482,7 +486,7 @@ def _outcome(member: _Member, receiving: Future[object]) -> BaseException | None
 
 
 def _renew(manager: Any, member: _Member) -> None:
-    """Lets nothing that the old weights computed be met by a request that the new ones answer."""
+    """Keeps what the old weights computed from requests that the new ones answer."""
     from weightcast.adapters.sglang.caches import drop_caches, refresh_memos
 
     if member.pause == "in_place":
@@ -493,7 +497,7 @@ def _renew(manager: Any, member: _Member) -> None:
 
 
 def _version(result: Any, scheduler: Any, request: Any) -> Any:
-    """The gateway stamps a version after all digests agreed: what was verified here is committed."""
+    """Commits what was verified here: the gateway stamps a version after all digests agreed."""
     if _session.member is not None:
         _session.member.worker.commit()
     return result
@@ -509,8 +513,10 @@ def _arrived(result: Any, scheduler: Any, request: Any) -> Any:
 
 
 def _pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
-    """SGLang's loop of a pipeline has several batches, of which a pause would empty one; so nothing is touched there.
-    All requests have ended: their mode is "abort".
+    """Pauses a pipeline without touching its batches, if this process has connected.
+
+    SGLang's loop of a pipeline has several batches, of which a pause would empty one. All requests have ended: their
+    mode is "abort".
     """
     if _session.memory is None or _pipeline_stages() == 1:
         return original(scheduler, request)
@@ -519,7 +525,7 @@ def _pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
 
 
 def _admit(original: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
-    """SGLang's loop of a pipeline does not stop when it is paused; then nothing new, as a health check, begins."""
+    """Lets nothing new begin in a paused pipeline, as a health check: SGLang's loop of a pipeline does not stop."""
     if _session.memory is None or not scheduler._engine_paused or _pipeline_stages() == 1:
         return original(scheduler, running_batch)
     from sglang.srt.managers.schedule_batch import NextBatchPlan

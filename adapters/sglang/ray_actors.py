@@ -1,8 +1,8 @@
 """SGLang's schedulers as actors of Ray (`--use-ray`): the plugin goes into them, too.
 
 SGLang 0.5.23 loads plugins in `run_scheduler_process`. Its `SchedulerActor` (`srt/ray/scheduler_actor.py`), a process
-that Ray starts on whatever node, stands in the place of that function, and loads none. The process that starts the
-actors does load them: there the class is exchanged for one that loads them first.
+that Ray starts on whatever node, replaces that function, and loads none. The process that starts the actors does load
+them: there the class is exchanged for one that loads them first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ENGINE = "sglang.srt.ray.engine"
 
 
 def load_in_actors(variables: tuple[str, ...], address_variable: str) -> None:
-    """In a process that starts scheduler actors: makes them load plugins. In any other it does nothing.
+    """Makes scheduler actors load plugins, in a process that starts them; does nothing in any other.
 
     The actors' environment is that of their node, so `variables` are handed over from this one's; `address_variable`
     gets the address of the actor's node unless it is among them.
@@ -27,11 +27,11 @@ def load_in_actors(variables: tuple[str, ...], address_variable: str) -> None:
         return
     import ray
 
-    plain = engine.SchedulerActor.__ray_metadata__.modified_class.__ray_actor_class__
-    if getattr(plain, "with_plugins", False):
+    actor_class = engine.SchedulerActor.__ray_metadata__.modified_class.__ray_actor_class__
+    if getattr(actor_class, "with_plugins", False):
         return
     environment = {name: os.environ[name] for name in variables if name in os.environ}
-    engine.SchedulerActor = ray.remote(_with_plugins(plain, environment, address_variable))  # type: ignore[attr-defined]
+    engine.SchedulerActor = ray.remote(_with_plugins(actor_class, environment, address_variable))  # type: ignore[attr-defined]
 
 
 def _with_plugins(plain: Any, environment: dict[str, str], address_variable: str) -> type:

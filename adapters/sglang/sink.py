@@ -3,9 +3,10 @@
     sink = SglangSink.from_model_runner(scheduler.tp_worker.model_runner)
     layout = sink.describe()
 
-Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place.
-Tensors that SGLang's loader computes from them are named in the notes: the end of an update session computes some anew
-(MLA's `w_kc` and `w_vc`), `settle` does the others (the `gemma_weight` of GemmaRMSNorm), what neither can is refused.
+Made for SGLang 0.5.23. Every attribute it relies on is checked when it is read. Updates write parameters in place. The
+notes name tensors that SGLang's loader computes from parameters. The end of an update session computes some of them
+anew (MLA's `w_kc` and `w_vc`), and `settle` the others (the `gemma_weight` of GemmaRMSNorm). What neither can is
+refused.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ _TRUE = ("1", "true")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _UNQUANTISED = "sglang.srt.layers.quantization.unquant"
 _KEEPS_LAYOUT = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-"""Quantisation methods of the module `_UNQUANTISED` whose `process_weights_after_loading` leaves the loader's layout as
-it is, but for what `_rearranged` names; so an update session in which nothing is written changes nothing.
+"""Quantisation methods of the module `_UNQUANTISED` that keep the loader's layout in `process_weights_after_loading`.
+
+Exceptions are what `_rearranged` names. So an update session in which nothing is written changes nothing.
 """
 
 
@@ -65,8 +67,8 @@ class SglangSink:
     ) -> None:
         """`catalog` is every tensor of the checkpoint, named as SGLang's loader takes them; `rank` is for messages.
 
-        `as_loaded` says that nothing was done to the weights since they were loaded, so that a quantisation method
-        which repacks them afterwards is no obstacle.
+        `as_loaded` says that nothing was done to the weights since they were loaded. Then a quantisation method that
+        repacks them afterwards is no obstacle.
         """
         self._model = model
         self._catalog = dict(catalog)
@@ -88,8 +90,8 @@ class SglangSink:
     def describe(self) -> RankLayout:
         """Every byte of every parameter as regions or padding. Raises DescribeError or AgreementError, see `Sink`.
 
-        Leaves the model as it was, whether it succeeds or not, and must not run while experts are moved, weights are
-        loaded or the model computes.
+        Leaves the model as it was, whether it succeeds or not. Must not run while experts are moved, weights are loaded
+        or the model computes.
         """
         try:
             return self._describe()
@@ -150,20 +152,20 @@ class SglangSink:
         modules = self._model.named_modules()
         methods = [(f"{path}.quant_method", m.quant_method) for path, m in modules if _has_method(m)]
         with Snapshot(self._model, methods) as snapshot:
-            loaded: list[Bound] = []
+            bindings: list[Bound] = []
 
             def end() -> None:
                 _refuse_surgery(snapshot)
-                loaded.extend(snapshot.rebound())
+                bindings.extend(snapshot.rebound())
                 if not self._as_loaded:
                     _end_session(self._model)
 
             trace = trace_loader(attribute(self._model, "load_weights"), tensors, self._catalog, end)
             _refuse_surgery(snapshot)
-            computed = {w.parameter for w in trace.opaque} - required - {r.parameter for r in trace.regions}
-            _refuse_untraceable(trace, computed)
-            parameters = {name: t for name, t in tensors.items() if name not in computed}
-            return trace, find_derived(trace, parameters, loaded, snapshot.rebound(), snapshot)
+            computed_names = {w.parameter for w in trace.opaque} - required - {r.parameter for r in trace.regions}
+            _refuse_untraceable(trace, computed_names)
+            parameters = {name: t for name, t in tensors.items() if name not in computed_names}
+            return trace, find_derived(trace, parameters, bindings, snapshot.rebound(), snapshot)
 
     def _add(self, builder: LayoutBuilder, regions: list[Held]) -> None:
         for region in regions:
@@ -240,7 +242,8 @@ def _has_method(module: torch.nn.Module) -> bool:
 def refuse_guarded(model: torch.nn.Module) -> None:
     """Raises DescribeError with SGLang's own sentence where it would refuse an update of the weights of `model`.
 
-    Its updates ask these two before they write (0.5.23, `model_executor/model_runner_components/weight_updater.py`).
+    SGLang's updates ask these two before they write (0.5.23,
+    `model_executor/model_runner_components/weight_updater.py`).
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
@@ -256,7 +259,7 @@ def refuse_guarded(model: torch.nn.Module) -> None:
 
 
 def _rearranged(method: Any, module: torch.nn.Module) -> str:
-    """Says what SGLang does to unquantised experts after loading, and what to do about it; empty where it does nothing.
+    """Says how SGLang rearranges unquantised experts after loading, and the remedy; empty where it does not.
 
     After `UnquantizedFusedMoEMethod.process_weights_after_loading` (0.5.23, `layers/quantization/unquant.py`).
     """
@@ -280,7 +283,7 @@ def _rearranged(method: Any, module: torch.nn.Module) -> str:
 
 
 def _end_session(model: torch.nn.Module) -> None:
-    """Does what `end_weight_update` of SGLang 0.5.23 does to a model in whose session no load call ran.
+    """Ends a session as `end_weight_update` of SGLang 0.5.23 does for a model in whose session no load call ran.
 
     Source: `model_executor/model_runner_components/weight_updater.py`, with `run_post_load`.
     """
@@ -296,20 +299,20 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then persistent buffers, by name, without those that lie inside an earlier one (tied weights)."""
     from weightcast.adapters.tracing.snapshot import joined
 
-    seen: dict[int, list[tuple[int, int]]] = {}
-    named = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
+    spans_by_storage: dict[int, list[tuple[int, int]]] = {}
+    tensors = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
     for path, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
-                named.append((joined(path, key), buffer))
-    for name, t in named:
+                tensors.append((joined(path, key), buffer))
+    for name, t in tensors:
         if t.numel() == 0:
             continue
         if t.is_meta:
             raise DescribeError(f"parameter {name!r} has no memory (meta device)")
         start = t.data_ptr()
         end = start + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
-        spans = seen.setdefault(t.untyped_storage()._cdata, [])
+        spans = spans_by_storage.setdefault(t.untyped_storage()._cdata, [])
         if any(a <= start and end <= b for a, b in spans):
             continue
         if any(a < end and start < b for a, b in spans):

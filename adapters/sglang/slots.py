@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Which expert a traced region belongs to, and how its logical tensor is named for another expert."""
+    """The expert that a traced region belongs to, and the name of its logical tensor for another expert."""
 
     expert: int | None
     before: str
@@ -42,7 +42,7 @@ class _Answer(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A region of a slot relative to the slot: how every slot of the parameter is laid out."""
+    """A region relative to its slot, a piece of the layout of every slot of the parameter."""
 
     before: str
     after: str
@@ -66,25 +66,27 @@ def describe_slots(
     """All regions of a parameter whose dimension 0 is this rank's slots: every slot of the map, loaded or not.
 
     After a scale-up SGLang 0.5.23 takes routed slots past those known at start for shared slots, and the other way
-    round (`FusedMoE._map_global_expert_id_to_local_expert_id`): a routed expert in a shared slot, or a shared one in
-    such a routed slot, is no evidence.
+    round (`FusedMoE._map_global_expert_id_to_local_expert_id`). So a routed expert in a shared slot is no evidence, nor
+    is a shared one in such a routed slot.
 
-    Raises AgreementError where the loader wrote another expert into a slot than the map has, and DescribeError where
+    Raises AgreementError where the loader wrote another expert into a slot than the map has. Raises DescribeError where
     slots are laid out differently or the checkpoint lacks a tensor.
     """
     num_logical = placement.placement.num_logical
     experts = placement.experts(layer.layer)
-    first = layer.storage_rank * layer.num_local_routed
-    routed: dict[int, set[_Piece]] = {}
-    shared: dict[int, list[Held]] = {}
+    first_slot = layer.storage_rank * layer.num_local_routed
+    routed_pieces: dict[int, set[_Piece]] = {}
+    shared_entries: dict[int, list[Held]] = {}
     for region in _one_slot_each(regions, data):
         slot, answer = region.box.start[0], _answer(region, num_logical, catalog)
         is_routed = answer.expert is not None and answer.expert < num_logical
         if slot >= layer.num_local_routed:
             if not is_routed:
-                shared.setdefault(slot, []).append(Held(region.tensor, region.offset, region.view, NO_SLOT, region.box))
+                shared_entries.setdefault(slot, []).append(
+                    Held(region.tensor, region.offset, region.view, NO_SLOT, region.box)
+                )
             continue
-        if not is_routed and first + slot >= layer.num_global_routed:
+        if not is_routed and first_slot + slot >= layer.num_global_routed:
             continue
         if answer.expert != experts[slot]:
             raise AgreementError(
@@ -93,16 +95,18 @@ def describe_slots(
                 f"writes {'no expert' if answer.expert is None else f'logical expert {answer.expert}'} "
                 f"({region.tensor!r}), the map has logical expert {experts[slot]}; do not update while experts move"
             )
-        routed.setdefault(slot, set()).add(_relative(region, answer, data))
-    template = _template(parameter, routed)
-    held = [
+        routed_pieces.setdefault(slot, set()).add(_relative(region, answer, data))
+    template = _template(parameter, routed_pieces)
+    entries = [
         h
         for s in range(layer.num_local_routed)
         for h in _apply(template, data, s, int(experts[s]), s, catalog, parameter)
     ]
     for slot in range(layer.num_local_routed, layer.num_slots):
-        held.extend(shared[slot] if slot in shared else _shared(template, data, slot, layer, catalog, parameter))
-    return held
+        entries.extend(
+            shared_entries[slot] if slot in shared_entries else _shared(template, data, slot, layer, catalog, parameter)
+        )
+    return entries
 
 
 def describe_global(
@@ -120,24 +124,24 @@ def describe_global(
     """
     experts = placement.placement.global_slots(layer.layer)
     count = min(len(experts), data.shape[0])
-    rest = data.shape[0] - layer.num_global_routed
-    if rest > layer.num_shared:
+    extra_rows = data.shape[0] - layer.num_global_routed
+    if extra_rows > layer.num_shared:
         raise DescribeError(
             f"parameter {parameter!r} has {data.shape[0]} rows for {layer.num_global_routed} routed slots and "
             f"{layer.num_shared} shared; which row is which is not known"
         )
     pieces: dict[int, set[_Piece]] = {}
-    held = []
+    entries = []
     for region in _one_slot_each(regions, data):
         row, answer = region.box.start[0], _answer(region, placement.placement.num_logical, catalog)
         if row >= layer.num_global_routed and row >= count:
-            held.append(Held(region.tensor, region.offset, region.view, NO_SLOT, region.box))
+            entries.append(Held(region.tensor, region.offset, region.view, NO_SLOT, region.box))
         elif answer.expert is not None:
             pieces.setdefault(row, set()).add(_relative(region, answer, data))
     template = _template(parameter, pieces)
     for row in range(count):
-        held.extend(_apply(template, data, row, int(experts[row]), NO_SLOT, catalog, parameter))
-    return held
+        entries.extend(_apply(template, data, row, int(experts[row]), NO_SLOT, catalog, parameter))
+    return entries
 
 
 def _one_slot_each(regions: Iterable[TracedRegion], data: torch.Tensor) -> Iterator[TracedRegion]:
@@ -147,13 +151,13 @@ def _one_slot_each(regions: Iterable[TracedRegion], data: torch.Tensor) -> Itera
         if count == 1:
             yield region
             continue
-        along = [d for d, n in enumerate(region.view.shape) if n == count and region.view.stride(d) == data.stride(0)]
-        if not along:
+        dims = [d for d, n in enumerate(region.view.shape) if n == count and region.view.stride(d) == data.stride(0)]
+        if not dims:
             raise DescribeError(
                 f"parameter {region.parameter!r}: one write covers {count} slots from {region.tensor!r}, not one "
                 "expert a slot"
             )
-        d = along[0]
+        d = dims[0]
         for i in range(count):
             offset = (*region.offset[:d], region.offset[d] + i, *region.offset[d + 1 :])
             box = Box((region.box.start[0] + i, *region.box.start[1:]), (1, *region.box.size[1:]))
@@ -161,9 +165,9 @@ def _one_slot_each(regions: Iterable[TracedRegion], data: torch.Tensor) -> Itera
 
 
 def _answer(region: TracedRegion, num_logical: int, catalog: Mapping[str, TensorSpec]) -> _Answer:
-    found = _EXPERT.search(region.tensor)
-    if found is not None:
-        return _Answer(int(found[1]), region.tensor[: found.start(1)], region.tensor[found.end(1) :])
+    match = _EXPERT.search(region.tensor)
+    if match is not None:
+        return _Answer(int(match[1]), region.tensor[: match.start(1)], region.tensor[match.end(1) :])
     shape = catalog[region.tensor].shape
     if len(shape) >= 1 and shape[0] == num_logical and region.view.shape[0] == 1 and _ALL_EXPERTS.search(region.tensor):
         return _Answer(region.offset[0], region.tensor, "")
@@ -191,15 +195,15 @@ def _template(parameter: str, slots: Mapping[int, set[_Piece]]) -> list[_Piece]:
         raise DescribeError(
             f"parameter {parameter!r}: the loader writes no slot of it, so the layout of its slots is not known"
         )
-    whole = max(slots.values(), key=len)
+    layout = max(slots.values(), key=len)
     for slot, pieces in slots.items():
-        if not pieces <= whole:
-            odd = next(iter(pieces - whole))
+        if not pieces <= layout:
+            piece = next(iter(pieces - layout))
             raise DescribeError(
-                f"parameter {parameter!r}: slot {slot} is laid out unlike the others (tensor {odd.before}N{odd.after}, "
-                f"box {list(odd.box.start)} + {list(odd.box.size)})"
+                f"parameter {parameter!r}: slot {slot} is laid out unlike the others "
+                f"(tensor {piece.before}N{piece.after}, box {list(piece.box.start)} + {list(piece.box.size)})"
             )
-    return sorted(whole)
+    return sorted(layout)
 
 
 def _apply(
@@ -250,7 +254,7 @@ def _held(
     import torch
 
     spec = catalog.get(name)
-    if spec is None or any(o + n > full for o, n, full in zip(offset, piece.size, spec.shape, strict=True)):
+    if spec is None or any(o + n > extent for o, n, extent in zip(offset, piece.size, spec.shape, strict=True)):
         raise DescribeError(
             f"parameter {parameter!r}: row {row} holds box {list(offset)} + {list(piece.size)} of {name!r}, but the "
             f"checkpoint {'has no such tensor' if spec is None else f'has shape {list(spec.shape)}'}"

@@ -16,30 +16,31 @@ __all__ = ["check_coverage"]
 
 
 def check_coverage(parameter: str, shape: Sequence[int], regions: Sequence[Box], fills: Sequence[Box]) -> int:
-    """Checks that `regions` are disjoint and, with `fills`, cover the parameter; returns the elements of padding.
+    """Checks that `regions` are disjoint and, with `fills`, cover the parameter.
 
-    Padding is what a fill covers and no region does. Raises DescribeError naming parameter and box.
+    Returns the number of elements of padding: covered by a fill, and by no region. Raises DescribeError naming
+    parameter and box.
     """
     ndim = len(shape)
     edges = [_edges(d, shape[d], (*regions, *fills)) for d in range(ndim)]
-    copied, filled = _count(edges, regions), _count(edges, fills)
-    _refuse(parameter, shape, edges, copied > 1, "is written by two regions")
-    _refuse(parameter, shape, edges, (copied == 0) & (filled == 0), "is written by no checkpoint tensor")
-    padding = (copied == 0).astype(np.int64)
+    region_counts, fill_counts = _count(edges, regions), _count(edges, fills)
+    _refuse(parameter, shape, edges, region_counts > 1, "is written by two regions")
+    _refuse(parameter, shape, edges, (region_counts == 0) & (fill_counts == 0), "is written by no checkpoint tensor")
+    padding = (region_counts == 0).astype(np.int64)
     for d in range(ndim):
         padding = padding * np.diff(edges[d]).reshape([-1 if k == d else 1 for k in range(ndim)])
     return int(padding.sum())
 
 
 def _edges(dim: int, extent: int, boxes: Sequence[Box]) -> IntArray:
-    """Where boxes begin and end along one dimension, with both ends of the parameter."""
+    """Sorted coordinates of the ends of boxes and of the parameter along one dimension."""
     starts = [b.start[dim] for b in boxes]
     ends = [b.start[dim] + b.size[dim] for b in boxes]
     return np.unique(np.array([0, extent, *starts, *ends], dtype=np.int64))
 
 
 def _count(edges: list[IntArray], boxes: Sequence[Box]) -> IntArray:
-    """How many boxes lie over each cell of the grid of edges."""
+    """Number of boxes over each cell of the grid of edges."""
     if not edges:
         return np.array(len(boxes), dtype=np.int64)
     delta = np.zeros([len(e) for e in edges], dtype=np.int64)
@@ -48,8 +49,8 @@ def _count(edges: list[IntArray], boxes: Sequence[Box]) -> IntArray:
         end = start + np.array([b.size for b in boxes], dtype=np.int64).reshape(start.shape)
         corners = [(np.searchsorted(e, start[:, d]), np.searchsorted(e, end[:, d])) for d, e in enumerate(edges)]
         for corner in product((0, 1), repeat=len(edges)):
-            at = tuple(pair[side] for pair, side in zip(corners, corner, strict=True))
-            np.add.at(delta, at, (-1) ** sum(corner))
+            index = tuple(pair[side] for pair, side in zip(corners, corner, strict=True))
+            np.add.at(delta, index, (-1) ** sum(corner))
     for d in range(len(edges)):
         delta = delta.cumsum(axis=d)
     return delta[tuple(slice(0, -1) for _ in edges)]

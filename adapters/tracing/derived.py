@@ -1,9 +1,9 @@
-"""Tensors that a loader computes beside the parameters: who computes them anew after parameters were written in place.
+"""Tensors that a loader computes beside the parameters, and their renewal after parameters were written in place.
 
-Each tensor that the loader or the end of an update session writes or binds, and that is no described parameter, is
+The loader or the end of an update session may write or bind tensors that are no described parameters. Each of them is
 
-- *rewritten* by the engine's own end of the session, as the trace of that shows; or
-- *recomputed* by `Refresh.run`, which replays the operators that the loader used, into the same memory; or
+- *rewritten*: the engine's own end of the session computes it, as the trace shows; or
+- *recomputed*: `Refresh.run` replays the operators that the loader used, into the same memory; or
 - refused, by name, before anything is written.
 """
 
@@ -57,17 +57,17 @@ class Refresh:
     missing: tuple[Bound, ...]
 
     def run(self) -> None:
-        """Recomputes tensors in place. Raises StalePlanError where one is not where it was described."""
-        for place in self.places:
-            now = getattr(place.module, place.key, None)
-            is_there = isinstance(now, torch.Tensor) and same_memory(now, place.tensor)
-            if not is_there or place.tensor.data_ptr() != place.address:
+        """Recomputes tensors in place. Raises StalePlanError where one has moved since it was described."""
+        for holder in self.places:
+            tensor = getattr(holder.module, holder.key, None)
+            is_there = isinstance(tensor, torch.Tensor) and same_memory(tensor, holder.tensor)
+            if not is_there or holder.tensor.data_ptr() != holder.address:
                 raise StalePlanError(
-                    f"{place.name!r}, which is computed from parameters, is not where it was described; connect again"
+                    f"{holder.name!r}, which is computed from parameters, is not where it was described; connect again"
                 )
         for bound, value in zip(self.missing, self.recipe.run(), strict=True):
             setattr(bound.module, bound.key, value)
-        if any(place.tensor.is_cuda for place in self.places):
+        if any(holder.tensor.is_cuda for holder in self.places):
             torch.cuda.synchronize()  # the engine computes on streams of its own
 
 
@@ -91,7 +91,7 @@ def find_derived(
 
 
 class _Search:
-    """Collects names of what the engine rewrites, and storages that have to be recomputed, each with its name."""
+    """A collection of the names of what the engine rewrites, and of the storages to recompute, each with its name."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class _Search:
         self._at_end = self._tape.steps[self._tape.loaded :]
         self._load_writes = _by_storage(self._tape.steps[: self._tape.loaded])
         self._end_writes = _by_storage(self._at_end)
-        results = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
-        self._results: Mapping[int, Operand] = results
+        outputs = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
+        self._results: Mapping[int, Operand] = outputs
         self._last_write = {storage_id(t): 0 for t in parameters.values()}
         orders = [(r.parameter, r.order) for r in trace.regions] + [(f.parameter, f.order) for f in trace.fills]
         for name, order in orders:
@@ -119,9 +119,9 @@ class _Search:
             for storage, operands in (self._end_writes | self._load_writes).items()
             if operands[0].live is not None and storage not in self._last_write
         }
-        anew = {storage_id(b.after) for b in loaded}.intersection(results)
-        replaced = {storage_id(b.before) for b in (*loaded, *ended) if b.before is not None}
-        self._changed = frozenset(anew | replaced | self._written.keys()) - self._last_write.keys()
+        new_storages = {storage_id(b.after) for b in loaded}.intersection(outputs)
+        old_storages = {storage_id(b.before) for b in (*loaded, *ended) if b.before is not None}
+        self._changed = frozenset(new_storages | old_storages | self._written.keys()) - self._last_write.keys()
         self._holders: dict[int, list[_Place]] = {}
         for name, module, key, t in snapshot.holders():
             self._holders.setdefault(storage_id(t), []).append(_Place(name, module, key, t, t.data_ptr()))
@@ -131,18 +131,18 @@ class _Search:
         self._bound: list[Bound] = []
 
     def find_written(self) -> None:
-        """Memory from before the trace that was written."""
+        """Sorts memory from before the trace that was written: rewritten by the engine, or to be recomputed."""
         for storage, operand in self._written.items():
-            places = self._holders.get(storage, [])
-            names = [place.name for place in places] or [f"of shape {list(operand.size)}, which no module names"]
+            holders = self._holders.get(storage, [])
+            names = [holder.name for holder in holders] or [f"of shape {list(operand.size)}, which no module names"]
             if not self._ends(storage, self._load_writes.get(storage, []), names[0]):
                 self._wanted[storage] = names[0]
-                self._places.extend(places)
+                self._places.extend(holders)
             else:
                 self._rewritten.add(names[0])
 
     def find_bound(self) -> None:
-        """Attributes that were bound to other tensors."""
+        """Sorts attributes that were bound to other tensors: rewritten by the engine, or to be recomputed."""
         at_load = {(id(b.module), b.key): b.after for b in self._loaded}
         at_end = {(id(b.module), b.key): b.after for b in self._ended}
         for b in self._ended:
@@ -175,17 +175,17 @@ class _Search:
         self._bound.append(b)
 
     def _ends(self, storage: int, at_load: Sequence[Operand], name: str) -> bool:
-        """Returns whether the end of a session writes a storage. Raises DescribeError where it leaves a part of it."""
+        """True if the end of a session writes a storage. Raises DescribeError where it leaves a part of it."""
         if storage not in self._end_writes:
             return False
         steps = self._check_end(storage, name)
-        anew = [o for step in steps for o in step.overwritten()]
-        if not all(any(a.covers(o) for a in anew) for o in [*at_load, *self._end_writes[storage]]):
+        overwrites = [o for step in steps for o in step.overwritten()]
+        if not all(any(a.covers(o) for a in overwrites) for o in [*at_load, *self._end_writes[storage]]):
             raise DescribeError(f"tensor {name!r}: the end of an update session computes only a part of it anew")
         return True
 
     def _check_end(self, storage: int, name: str) -> list[Step]:
-        """The end's steps behind a storage. Raises DescribeError where they begin with old values."""
+        """The steps at the session's end behind a storage. Raises DescribeError where they begin with old values."""
         steps = self._tape.behind({storage}, self._at_end)
         try:
             check_order(steps, self._last_write, self._changed)
@@ -194,13 +194,13 @@ class _Search:
         return steps
 
     def refuse_hidden(self) -> None:
-        """Raises DescribeError where something computed from weights is kept where no module's attribute shows it."""
+        """Raises DescribeError where no module's attribute shows a kept tensor that was computed from weights."""
         for storage in self._alive - {storage_id(b.after) for b in (*self._loaded, *self._ended)}:
             steps = self._tape.behind({storage}, self._tape.steps)
-            read = {o.storage for step in steps for o in step.reads()} | {storage}
-            if not read & (self._last_write.keys() | self._tape.logical.keys()):
+            inputs = {o.storage for step in steps for o in step.reads()} | {storage}
+            if not inputs & (self._last_write.keys() | self._tape.logical.keys()):
                 continue
-            names = sorted(self._tape.logical[s] for s in read & self._tape.logical.keys())
+            names = sorted(self._tape.logical[s] for s in inputs & self._tape.logical.keys())
             shape = f" of shape {list(self._results[storage].size)}" if storage in self._results else ""
             raise DescribeError(
                 f"the loader keeps a tensor{shape}, which is or was computed from {names[:4] or 'parameters'}, where "
@@ -208,7 +208,7 @@ class _Search:
             )
 
     def refresh(self) -> Refresh:
-        """The recipe for all that is wanted. Raises DescribeError naming what cannot be recomputed."""
+        """The refresh of all tensors to recompute. Raises DescribeError naming one that cannot be recomputed."""
         try:
             steps = self._tape.recipe(frozenset(self._wanted), self._last_write, self._changed)
         except NotReplayableError:
@@ -216,8 +216,8 @@ class _Search:
             raise
         steps += [copy_step(operand_of(b.after), b.before) for b in self._bound if b.before is not None]
         missing = tuple(b for b in self._bound if b.before is None)
-        results = [operand_of(b.after, live=storage_id(b.after) not in self._results) for b in missing]
-        recipe = Recipe(steps, results)
+        outputs = [operand_of(b.after, live=storage_id(b.after) not in self._results) for b in missing]
+        recipe = Recipe(steps, outputs)
         recomputed = set(self._wanted.values()) - self._rewritten
         return Refresh(tuple(sorted(self._rewritten)), tuple(sorted(recomputed)), recipe, tuple(self._places), missing)
 

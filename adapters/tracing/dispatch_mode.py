@@ -1,6 +1,6 @@
-"""The dispatch mode behind `trace_loader`: lets no write to a real tensor pass, and remembers where data came from.
+"""The dispatch mode behind `trace_loader`: it lets no write to a real tensor pass, and remembers the origin of data.
 
-Three kinds of storage are known while it runs. A *record* is a storage whose content is boxes of logical tensors and
+It tells three kinds of storage apart. A *record* is a storage whose content is boxes of logical tensors and
 constants: the logical tensors themselves, and whatever was copied together from them. A *temporary* is a real storage
 that the loader made during the trace; it may be written. Everything else existed before, and stays as it is.
 """
@@ -83,8 +83,8 @@ class LoaderMode(TorchDispatchMode):
         t = torch.empty(spec.shape, dtype=dtype, device="meta")
         self._is_input = False
         base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
-        whole = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
-        self._records[storage_id(t)] = Record(base, dtype, [whole], alive=_weakly(t))
+        piece = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
+        self._records[storage_id(t)] = Record(base, dtype, [piece], alive=_weakly(t))
         self.tape.logical[storage_id(t)] = name
         return t
 
@@ -107,7 +107,7 @@ class LoaderMode(TorchDispatchMode):
         written: Sequence[torch.Tensor] = (),
         results: Sequence[torch.Tensor | None] = (),
     ) -> None:
-        """Puts an operator on the tape, which writes some of its arguments, or returns new tensors."""
+        """Puts an operator on the tape that writes some of its arguments or returns new tensors."""
         self.tape.record(
             func,
             args,
@@ -129,38 +129,38 @@ class LoaderMode(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         arguments = list(tensors_in([*args, *kwargs.values()]))
-        written = self._mutated(func, args, kwargs)
-        if written:
-            return self._mutate(func, args, kwargs, arguments, written)
-        known = [t for t in arguments if self._is_known(t)]
-        if known:
-            return self._derive(func, args, kwargs, arguments, known)
+        targets = self._mutated(func, args, kwargs)
+        if targets:
+            return self._mutate(func, args, kwargs, arguments, targets)
+        placeholders = [t for t in arguments if self._is_known(t)]
+        if placeholders:
+            return self._derive(func, args, kwargs, arguments, placeholders)
         return self._compute(func, args, kwargs, arguments)
 
     def _is_known(self, t: torch.Tensor) -> bool:
-        """Returns whether the tensor has no values to compute with: on the meta device, or written only in pretence."""
+        """True if the tensor has no values to compute with: on the meta device, or with writes only recorded."""
         return t.is_meta or storage_id(t) in self._records
 
     # Operators that write
 
     def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """The arguments that an operator writes, by its schema."""
-        places = self._written.get(func)
-        if places is None:
-            at: list[int] = []
-            named: list[str] = []
+        locations = self._written.get(func)
+        if locations is None:
+            positions: list[int] = []
+            keywords: list[str] = []
             for i, argument in enumerate(func._schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    named.append(argument.name) if argument.kwarg_only else at.append(i)
-            places = self._written[func] = (at, named)
-        values = [args[i] for i in places[0] if i < len(args)] + [kwargs[n] for n in places[1] if n in kwargs]
+                    keywords.append(argument.name) if argument.kwarg_only else positions.append(i)
+            locations = self._written[func] = (positions, keywords)
+        values = [args[i] for i in locations[0] if i < len(args)] + [kwargs[n] for n in locations[1] if n in kwargs]
         return list(tensors_in(values))
 
     def _mutate(
         self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], written: list[torch.Tensor]
     ) -> Any:
-        inputs_known = any(self._is_known(t) for t in arguments)
-        if not inputs_known and all(storage_id(t) in self._temporaries for t in written):
+        reads_placeholders = any(self._is_known(t) for t in arguments)
+        if not reads_placeholders and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
                 temporary = self._temporaries[storage_id(t)]
                 covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
@@ -168,7 +168,7 @@ class LoaderMode(TorchDispatchMode):
                 temporary.parameter = temporary.parameter or self._parameter_behind(arguments)
             self._record(func, args, kwargs, written=written)
             return func(*args, **kwargs)
-        refused = len(self._recorder.opaque)
+        opaque_count = len(self._recorder.opaque)
         if func in _COPY_IN_PLACE:
             self._write(args[0], args[1], str(func))
         elif func is aten._foreach_copy_.default:
@@ -180,10 +180,10 @@ class LoaderMode(TorchDispatchMode):
             names = frozenset().union(*(self._names(t) for t in arguments))
             for t in written:
                 self._spoil(t, str(func), names, "is no copy")
-        elsewhere = [storage_id(t) for t in written if self._parameter_of(t) is None]
-        if elsewhere or len(self._recorder.opaque) > refused:
+        storages = [storage_id(t) for t in written if self._parameter_of(t) is None]
+        if storages or len(self._recorder.opaque) > opaque_count:
             self._record(func, args, kwargs, written=written)
-            self._elsewhere.update(elsewhere)
+            self._elsewhere.update(storages)
         return self._returned(func, args, kwargs)
 
     def _returned(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -193,17 +193,17 @@ class LoaderMode(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = kwargs.get(argument.name, args[i] if i < len(args) else None)
                 by_alias[frozenset(argument.alias_info.before_set)] = value
-        results = []
-        for returned in func._schema.returns:
-            key = frozenset(returned.alias_info.before_set) if returned.alias_info is not None else None
+        values = []
+        for output in func._schema.returns:
+            key = frozenset(output.alias_info.before_set) if output.alias_info is not None else None
             if key not in by_alias:
                 raise DescribeError(
                     f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and "
                     "computes "
                     "at once; it cannot be traced"
                 )
-            results.append(by_alias[key])
-        return None if not results else results[0] if len(results) == 1 else tuple(results)
+            values.append(by_alias[key])
+        return None if not values else values[0] if len(values) == 1 else tuple(values)
 
     def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
         """Records a copy, or a fill where `src` is None."""
@@ -220,9 +220,9 @@ class LoaderMode(TorchDispatchMode):
                 return
             if dst.dtype != record.dtype:
                 raise NotABoxError(f"{dst.dtype} written over {record.dtype}")
-            for name, copy, through in copies:
+            for name, copy, dtypes in copies:
                 for piece in align(copy, record.base, "dst"):
-                    path = (*through, record.dtype)
+                    path = (*dtypes, record.dtype)
                     record.pieces.append(Piece(piece.box, name, piece.copy.src_offset, piece.other, path))
         except NotABoxError as why:
             self._spoil(dst, operator, self._names(src) if src is not None else frozenset(), str(why))
@@ -233,17 +233,17 @@ class LoaderMode(TorchDispatchMode):
         t = self._recorder.parameters[parameter]
         if dst.dtype != t.dtype:
             raise NotABoxError(f"{dst.dtype} written over a parameter of {t.dtype}")
-        for name, copy, through in copies:
+        for name, copy, dtypes in copies:
             if name is None:
                 self._recorder.filled(parameter, copy)
                 continue
-            check_lossless(self._dtypes[name], through, t.dtype)
+            check_lossless(self._dtypes[name], dtypes, t.dtype)
             self._recorder.copied(parameter, name, self._logical[name], copy)
 
     def _copies(
         self, dst: torch.Tensor, src: torch.Tensor | None
     ) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
-        """The copy as (logical tensor or None for a constant, copy from it, dtypes on the way). Raises NotABoxError."""
+        """Yields (logical tensor or None for a constant, copy from it, dtypes on the way). Raises NotABoxError."""
         if src is None:
             yield None, copy_between(dst), ()
             return
@@ -273,7 +273,7 @@ class LoaderMode(TorchDispatchMode):
         return record
 
     def _spoil(self, dst: torch.Tensor, operator: str, names: frozenset[str], why: str) -> None:
-        """A write that is no strided copy: opaque on a parameter, unknown content elsewhere."""
+        """Records a write that is no strided copy: opaque on a parameter, unknown content elsewhere."""
         self._recorder.used.update(names)
         source = f"{why} (checkpoint tensors: {', '.join(sorted(names)[:4]) or 'none'})"
         if (parameter := self._parameter_of(dst)) is not None:
@@ -286,7 +286,7 @@ class LoaderMode(TorchDispatchMode):
     def _derive(
         self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], known: list[torch.Tensor]
     ) -> Any:
-        """An operator on tensors without values: views pass, copies are remembered, everything else is computed."""
+        """Runs an operator on tensors without values: views pass, copies are remembered, all else is computed."""
         if any(r.alias_info is not None for r in func._schema.returns):
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -301,29 +301,29 @@ class LoaderMode(TorchDispatchMode):
         try:
             out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
         except NotImplementedError as error:
-            raise self._reads(func, known) from error  # Its result has a shape that depends on values.
-        results = list(tensors_in([out]))
+            raise self._reads(func, known) from error  # The shape of its result depends on values.
+        outputs = list(tensors_in([out]))
         inputs = {storage_id(t) for t in arguments}
-        fresh = [t for t in results if storage_id(t) not in inputs]
-        for t in fresh:
+        new_tensors = [t for t in outputs if storage_id(t) not in inputs]
+        for t in new_tensors:
             self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=_weakly(t))
-        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in results])
-        if len(fresh) == 1 and self._is_copy(func, args, fresh[0]):
+        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in outputs])
+        if len(new_tensors) == 1 and self._is_copy(func, args, new_tensors[0]):
             return out
         names = frozenset().union(*(self._names(t) for t in arguments))
-        for t in fresh:
+        for t in new_tensors:
             self._records[storage_id(t)].computed = names
         return out
 
     def _reads(self, func: Any, known: list[torch.Tensor]) -> DescribeError:
-        read = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
+        names = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
         return DescribeError(
-            f"the engine's loader reads values of checkpoint tensor {(read or self.current)!r} ({func}); what it does "
+            f"the engine's loader reads values of checkpoint tensor {(names or self.current)!r} ({func}); what it does "
             "with them cannot be traced"
         )
 
     def _is_copy(self, func: Any, args: Any, out: torch.Tensor) -> bool:
-        """Fills the record of `out` when the operator only moves data."""
+        """True if the operator only moves data; then the record of `out` is filled."""
         if func in _COPIES:
             self._write(out, args[0], str(func))
         elif func is aten.cat.default:
@@ -339,9 +339,9 @@ class LoaderMode(TorchDispatchMode):
         elif func is aten.constant_pad_nd.default and min(args[1]) >= 0:
             self._records[storage_id(out)].pieces.append(constant_piece(as_allocated(out)))
             inner = out
-            for k, before in enumerate(args[1][::2]):
+            for k, padding in enumerate(args[1][::2]):
                 dim = out.dim() - 1 - k
-                inner = inner.narrow(dim, before, args[0].shape[dim])
+                inner = inner.narrow(dim, padding, args[0].shape[dim])
             self._write(inner, args[0], str(func))
         else:
             return False
@@ -357,28 +357,28 @@ class LoaderMode(TorchDispatchMode):
         return out
 
     def _compute(self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor]) -> Any:
-        """An operator on real tensors alone; what it makes may be written later."""
-        behind = self._parameter_behind(arguments)
+        """Runs an operator on real tensors alone; its outputs may be written later."""
+        parameter = self._parameter_behind(arguments)
         name = func._schema.name.removeprefix("aten::")
         out = func(*args, **kwargs)
-        results = list(tensors_in([out]))
-        if not results and behind is not None and func not in _ASKS_NO_VALUE:
+        outputs = list(tensors_in([out]))
+        if not outputs and parameter is not None and func not in _ASKS_NO_VALUE:
             raise DescribeError(
-                f"the engine's loader reads values of parameter {behind} ({func}) at checkpoint tensor "
+                f"the engine's loader reads values of parameter {parameter} ({func}) at checkpoint tensor "
                 f"{self.current!r}; what it does with them cannot be traced"
             )
         inputs = {storage_id(t) for t in arguments}
         constant = name in _CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
-        for t in results:
+        for t in outputs:
             if storage_id(t) in inputs:
                 continue
             if t.is_meta:
                 self._made(t, constant)
             else:
-                self._remember(t, constant, None if name in _NO_DATA else behind)
-        fresh = [t if storage_id(t) not in inputs else None for t in results]
-        if any(t is not None for t in fresh):
-            self._record(func, args, kwargs, results=fresh)
+                self._remember(t, constant, None if name in _NO_DATA else parameter)
+        new_tensors = [t if storage_id(t) not in inputs else None for t in outputs]
+        if any(t is not None for t in new_tensors):
+            self._record(func, args, kwargs, results=new_tensors)
         return out
 
     def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
@@ -391,7 +391,7 @@ class LoaderMode(TorchDispatchMode):
     # Names
 
     def _parameter_of(self, t: torch.Tensor) -> str | None:
-        """The parameter that a view lies in."""
+        """The parameter that a view lies in, or None."""
         names = self._parameters.get(storage_id(t), [])
         for name in names:
             p = self._recorder.parameters[name]
@@ -401,7 +401,7 @@ class LoaderMode(TorchDispatchMode):
         return None
 
     def _parameter_behind(self, tensors: list[torch.Tensor]) -> str | None:
-        """A parameter whose values some of the tensors hold or were computed from."""
+        """A parameter whose values some of the tensors hold or were computed from, in words, or None."""
         for t in tensors:
             key = storage_id(t)
             if key in self._parameters:
@@ -429,7 +429,7 @@ def _to_meta(values: Any) -> Any:
 
 
 def _to_meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of an operator that is to run on the meta device whatever device it was asked for."""
+    """The keyword arguments by which an operator runs on the meta device, whatever device they name."""
     return {k: torch.device("meta") if k == "device" else _to_meta(v) for k, v in kwargs.items() if k != "pin_memory"}
 
 

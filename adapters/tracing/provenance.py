@@ -1,4 +1,4 @@
-"""Where the content of a tensor came from: boxes of logical tensors, copied together."""
+"""The origin of a tensor's content: boxes of logical tensors, copied together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ __all__ = [
 
 @dataclass(slots=True)
 class Piece:
-    """Box `box` of a record holds logical `tensor` from element `offset` on, `stride` per dimension of the record.
+    """A box of a record that holds logical `tensor` from element `offset` on, `stride` per dimension of the record.
 
-    `tensor` None is a constant. `through` are the dtypes the values went through on the way.
+    `tensor` None is a constant. `through` are the dtypes that the values had on the way.
     """
 
     box: Box
@@ -49,12 +49,12 @@ class Record:
     pieces: list[Piece] = field(default_factory=list)
     computed: frozenset[str] | None = None
     alive: StorageWeakRef = field(kw_only=True)
-    """The weak reference keeps its address from being used for another one."""
+    """A weak reference, which keeps the storage's address from being used for another one."""
 
 
 @dataclass(slots=True)
 class Temporary:
-    """A real storage made during the trace. The weak reference keeps its address from being used for another one."""
+    """A real storage made during the trace. `alive` keeps its address from being used for another one."""
 
     alive: StorageWeakRef
     base: Base
@@ -77,23 +77,23 @@ def constant_piece(base: Base) -> Piece:
 
 
 def pieces_of(part: Aligned, record: Record) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
-    """A copy out of a box of a record as copies out of what it holds. Raises NotABoxError for memory nobody wrote."""
-    remaining = [part.box]
+    """Splits a copy from a box of a record into copies from its pieces. Raises NotABoxError for memory nobody wrote."""
+    boxes = [part.box]
     for piece in reversed(record.pieces):
-        left: list[Box] = []
-        for box in remaining:
-            common = intersect(box, piece.box)
-            if common is None:
-                left.append(box)
+        gaps: list[Box] = []
+        for box in boxes:
+            overlap = intersect(box, piece.box)
+            if overlap is None:
+                gaps.append(box)
                 continue
-            left.extend(subtract(box, common))
-            dst = part.copy.dst_offset + _dot(common.start, part.box.start, part.other)
-            src = piece.offset + _dot(common.start, piece.box.start, piece.stride)
-            steps = zip(common.size, part.other, piece.stride, strict=True)
+            gaps.extend(subtract(box, overlap))
+            dst = part.copy.dst_offset + _dot(overlap.start, part.box.start, part.other)
+            src = piece.offset + _dot(overlap.start, piece.box.start, piece.stride)
+            steps = zip(overlap.size, part.other, piece.stride, strict=True)
             yield piece.tensor, Copy(dst, src, tuple(Dim(*step) for step in steps if step[0] > 1)), piece.through
-        remaining = left
-    if remaining:
-        raise NotABoxError(f"memory that nothing was written to (box {remaining[0].start}, {remaining[0].size})")
+        boxes = gaps
+    if boxes:
+        raise NotABoxError(f"memory that nothing was written to (box {boxes[0].start}, {boxes[0].size})")
 
 
 def _dot(at: tuple[int, ...], start: tuple[int, ...], stride: tuple[int, ...]) -> int:
@@ -101,7 +101,7 @@ def _dot(at: tuple[int, ...], start: tuple[int, ...], stride: tuple[int, ...]) -
 
 
 def check_lossless(logical: torch.dtype, through: tuple[torch.dtype, ...], final: torch.dtype) -> None:
-    """Raises NotABoxError where values are rounded on the way more than by the final conversion."""
+    """Raises NotABoxError where values are rounded more on the way than by the final conversion."""
     for dtype in through:
         if dtype != final and not _holds(dtype, logical):
             raise NotABoxError(f"values of {logical} rounded to {dtype} on the way to {final}")

@@ -1,4 +1,4 @@
-"""Rows that a traced loader leaves."""
+"""Rows of a trace: the regions, fills and opaque writes of a loader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueWrite:
-    """Operator `operator` writes box `box` of `parameter` with what is no strided copy; `why` says what."""
+    """A write of `operator` into box `box` of `parameter` that is no strided copy; `why` says what it is."""
 
     parameter: str
     box: Box
@@ -60,19 +60,19 @@ class Recorder:
     opaque: list[OpaqueWrite] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     order: int = 0
-    """How many writes into parameters there were."""
+    """Number of writes into parameters so far."""
     _bases: dict[str, Base] = field(default_factory=dict)
 
     def base(self, parameter: str) -> Base:
-        """The parameter as allocated."""
-        known = self._bases.get(parameter)
-        if known is None:
+        """Offset, sizes and strides of a parameter as allocated, in elements."""
+        base = self._bases.get(parameter)
+        if base is None:
             t = self.parameters[parameter]
-            known = self._bases[parameter] = Base(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
-        return known
+            base = self._bases[parameter] = Base(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
+        return base
 
     def copied(self, parameter: str, tensor: str, logical: Base, copy: Copy) -> None:
-        """One strided copy of logical `tensor` (allocated as `logical`) into a parameter. Raises NotABoxError."""
+        """Records a copy of logical `tensor`, allocated as `logical`, into a parameter. Raises NotABoxError."""
         self.used.add(tensor)
         for source in align(copy, logical, "src"):
             parts = list(align(source.copy, self.base(parameter), "dst"))
@@ -96,23 +96,23 @@ class Recorder:
         return torch.as_strided(self.parameters[parameter].data, size, stride, offset)
 
     def filled(self, parameter: str, copy: Copy) -> None:
-        """A constant into a view of a parameter; only the destination of `copy` counts. Raises NotABoxError."""
+        """Records a constant in a view of a parameter; only the destination of `copy` counts. Raises NotABoxError."""
         for piece in align(copy, self.base(parameter), "dst"):
             self.order += 1
             self.fills.append(Fill(parameter, piece.box, self.order))
 
     def refused(self, parameter: str, dst: torch.Tensor, operator: str, why: str) -> None:
-        """A write that is no strided copy."""
+        """Records a write of a parameter that is no strided copy."""
         self.opaque.append(OpaqueWrite(parameter, self._around(parameter, dst), operator, why))
 
     def written_since(self, counts: tuple[int, int, int]) -> frozenset[str]:
-        """The parameters written since there were `counts` regions, fills and opaque writes."""
+        """The parameters written since `counts()` returned `counts`."""
         regions, fills, opaque = counts
         names = {r.parameter for r in self.regions[regions:]} | {f.parameter for f in self.fills[fills:]}
         return frozenset(names | {w.parameter for w in self.opaque[opaque:]})
 
     def counts(self) -> tuple[int, int, int]:
-        """How many regions, fills and opaque writes there are."""
+        """Numbers of regions, fills and opaque writes so far."""
         return len(self.regions), len(self.fills), len(self.opaque)
 
     def _around(self, parameter: str, dst: torch.Tensor) -> Box:

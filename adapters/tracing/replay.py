@@ -1,8 +1,8 @@
 """Records the operators that run while a loader is traced, and replays those behind a tensor that it computes.
 
 A tape knows tensors as strided views of storages: of memory from before the recording, or of what a step makes. So
-views need no steps, and a tape holds no memory of its own. A recipe is the steps behind some storages, checked to give
-the same values whenever it is run: from parameters as the loader left them last, by deterministic operators.
+views need no steps, and a tape holds no memory of its own. A recipe is the steps behind some storages. It gives the
+same values at every run: it begins with parameters as the loader left them, and has deterministic operators alone.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ class Operand:
     live: torch.Tensor | None = None
 
     def covers(self, other: Operand) -> bool:
-        """Returns whether every element of `other` is one of this view; False where that takes more than a look."""
+        """True if every element of `other` is one of this view; False, too, where that takes more than a look."""
         if self.storage != other.storage:
             return False
-        mine = (self.size, self.stride, self.offset, self.dtype)
-        return self.whole or mine == (other.size, other.stride, other.offset, other.dtype)
+        layout = (self.size, self.stride, self.offset, self.dtype)
+        return self.whole or layout == (other.size, other.stride, other.offset, other.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One operator with its arguments, operands in place of tensors.
 
-    `written` are the operands that it changes, `results` those that it makes, by place among the tensors it returns,
-    None where one is a view of an argument. `order` counts the writes into parameters before it.
+    `written` are the operands that it changes. `results` are those that it makes, one for each tensor that it returns,
+    None for a view of an argument. `order` counts the writes into parameters before it.
     """
 
     operator: Any
@@ -87,14 +87,14 @@ class Step:
         return str(self.operator._schema.name).rpartition("::")[2]
 
     def reads(self) -> Iterator[Operand]:
-        """Operands whose values it needs."""
-        replaced = self.overwritten()
+        """The operands whose values the step needs."""
+        targets = self.overwritten()
         for operand in _operands([*self.args, *self.kwargs.values()]):
-            if not any(operand is r for r in replaced):
+            if not any(operand is r for r in targets):
                 yield operand
 
     def overwritten(self) -> tuple[Operand, ...]:
-        """Operands that it fills with values that do not depend on what was there."""
+        """The operands that the step fills with values that do not depend on their old content."""
         return self.written if self.name in _OVERWRITES or "out" in self.kwargs else ()
 
 
@@ -102,7 +102,7 @@ class Step:
 class Tape:
     """The steps of a trace in order, and the storages of the logical tensors that it was given, by name.
 
-    `loaded` is how many steps the loader took; those after it belong to the end of an update session.
+    `loaded` is the number of steps of the loader; later steps belong to the end of an update session.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -120,13 +120,13 @@ class Tape:
         is_live: Callable[[torch.Tensor], bool],
         order: int,
     ) -> None:
-        """Adds a step; `is_live` says of a tensor whether its storage was there before the recording."""
-        known: dict[int, Operand] = {}
+        """Adds a step; `is_live` is True for a tensor whose storage was there before the recording."""
+        operands: dict[int, Operand] = {}
 
         def operand(t: torch.Tensor) -> Operand:
-            if id(t) not in known:
-                known[id(t)] = _operand(t, is_live(t))
-            return known[id(t)]
+            if id(t) not in operands:
+                operands[id(t)] = _operand(t, is_live(t))
+            return operands[id(t)]
 
         step = Step(
             operator,
@@ -139,32 +139,32 @@ class Tape:
         self.steps.append(step)
 
     def behind(self, storages: Iterable[int], steps: Sequence[Step]) -> list[Step]:
-        """Those of `steps` that what is in some storages afterwards depends on."""
-        needed, dependencies = set(storages), []
+        """The part of `steps`, in order, that the final content of some storages depends on."""
+        needs, dependencies = set(storages), []
         for step in reversed(steps):
-            makes = {r.storage for r in step.results if r is not None}
-            if not needed & (makes | {w.storage for w in step.written}):
+            outputs = {r.storage for r in step.results if r is not None}
+            if not needs & (outputs | {w.storage for w in step.written}):
                 continue
             dependencies.append(step)
-            needed -= makes
-            needed -= {w.storage for w in step.overwritten() if w.whole}
-            needed |= {r.storage for r in step.reads()}
+            needs -= outputs
+            needs -= {w.storage for w in step.overwritten() if w.whole}
+            needs |= {r.storage for r in step.reads()}
         return dependencies[::-1]
 
     def recipe(self, storages: frozenset[int], last_write: Mapping[int, int], changed: frozenset[int]) -> list[Step]:
         """The loader's steps behind some storages. Raises NotReplayableError where they cannot be run again.
 
-        `last_write` is the order of the last write into each storage of parameters, `changed` the storages from before
-        the recording that the loader or the end of a session writes and that are none of parameters.
+        `last_write` has the order of the last write into each storage of parameters. `changed` are other storages from
+        before the recording that the loader or the end of a session writes.
         """
         steps = self.behind(storages, self.steps[: self.loaded])
         check_order(steps, last_write, changed)
-        read = {o.storage for step in steps for o in step.reads()}.union(storages)
-        names = sorted(self.logical[storage] for storage in read & self.logical.keys())
+        inputs = {o.storage for step in steps for o in step.reads()}.union(storages)
+        names = sorted(self.logical[storage] for storage in inputs & self.logical.keys())
         if names or any(r is not None and r.meta for step in steps for r in step.results):
-            how = f" ({steps[-1].operator})" if steps else ""
+            suffix = f" ({steps[-1].operator})" if steps else ""
             raise NotReplayableError(
-                f"is loaded or computed from checkpoint tensor {', '.join(map(repr, names[:4])) or 'unknown'}{how}, "
+                f"is loaded or computed from checkpoint tensor {', '.join(map(repr, names[:4])) or 'unknown'}{suffix}, "
                 "and is no copy of it in a parameter or persistent buffer"
             )
         for step in steps:
@@ -174,19 +174,19 @@ class Tape:
 
 
 def check_order(steps: Sequence[Step], last_write: Mapping[int, int], changed: frozenset[int]) -> None:
-    """Checks that steps read parameters after their last write, and other memory that changes after they wrote it.
+    """Checks that steps read parameters after their last write, and changed memory after they wrote it themselves.
 
-    Raises NotReplayableError.
+    Raises NotReplayableError otherwise.
     """
-    fresh: list[Operand] = []
+    outputs: list[Operand] = []
     for step in steps:
         for operand in step.reads():
             if last_write.get(operand.storage, 0) > step.order:
                 raise NotReplayableError("is computed from a parameter of which the loader writes more afterwards")
-            if operand.storage in changed and not any(f.covers(operand) for f in fresh):
+            if operand.storage in changed and not any(f.covers(operand) for f in outputs):
                 raise NotReplayableError(f"is computed from its own or another old value ({step.operator})")
-        fresh.extend(step.overwritten())
-        fresh.extend(result for result in step.results if result is not None)
+        outputs.extend(step.overwritten())
+        outputs.extend(output for output in step.results if output is not None)
 
 
 class Recipe:
@@ -194,51 +194,51 @@ class Recipe:
 
     def __init__(self, steps: Sequence[Step], results: Sequence[Operand] = ()) -> None:
         self._steps, self._results = tuple(steps), tuple(results)
-        needed = {r.storage for r in results}
+        needs = {r.storage for r in results}
         self._done: list[set[int]] = [set() for _ in self._steps]
-        for step, done in zip(reversed(self._steps), reversed(self._done), strict=True):
-            used = {o.storage for o in _operands([*step.args, *step.kwargs.values(), step.results]) if o.live is None}
-            done |= used - needed
-            needed |= used
+        for step, storages in zip(reversed(self._steps), reversed(self._done), strict=True):
+            uses = {o.storage for o in _operands([*step.args, *step.kwargs.values(), step.results]) if o.live is None}
+            storages |= uses - needs
+            needs |= uses
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def run(self) -> list[torch.Tensor]:
-        """Runs the steps; the tensors of `results`. What a step makes is freed after its last use."""
+        """Runs the steps; returns the tensors of `results`. What a step makes is freed after its last use."""
         tensors: dict[int, torch.Tensor] = {}
 
         def tensor(operand: Operand) -> torch.Tensor:
             if operand.live is not None:
                 return operand.live
-            whole = tensors[operand.storage]
-            view = torch.empty(0, dtype=operand.dtype, device=whole.device)
-            return view.set_(whole.untyped_storage(), operand.offset, operand.size, operand.stride)
+            base = tensors[operand.storage]
+            view = torch.empty(0, dtype=operand.dtype, device=base.device)
+            return view.set_(base.untyped_storage(), operand.offset, operand.size, operand.stride)
 
         # Parameters of engines that were made in inference mode can only be written in it.
         with torch.inference_mode():
-            for step, done in zip(self._steps, self._done, strict=True):
+            for step, storages in zip(self._steps, self._done, strict=True):
                 out = step.operator(
                     *_map(step.args, Operand, tensor), **{k: _map(v, Operand, tensor) for k, v in step.kwargs.items()}
                 )
-                for t, result in zip(tensors_in([out]) if step.results else (), step.results, strict=True):
-                    if result is None:
+                for t, output in zip(tensors_in([out]) if step.results else (), step.results, strict=True):
+                    if output is None:
                         continue
-                    if (tuple(t.shape), t.dtype) != (result.size, result.dtype) or tuple(t.stride()) != result.stride:
+                    if (tuple(t.shape), t.dtype) != (output.size, output.dtype) or tuple(t.stride()) != output.stride:
                         raise RuntimeError(
                             f"{step.operator} made {t.dtype} {tuple(t.shape)} of strides {tuple(t.stride())}, "
-                            f"{result.dtype} {result.size} of strides {result.stride} when it was recorded"
+                            f"{output.dtype} {output.size} of strides {output.stride} when it was recorded"
                         )
-                    tensors[result.storage] = t
-                for storage in done:
+                    tensors[output.storage] = t
+                for storage in storages:
                     tensors.pop(storage, None)
             return [tensor(operand) for operand in self._results]
 
 
 def copy_step(source: Operand, target: torch.Tensor) -> Step:
-    """The step that copies what other steps made into memory that is there."""
-    into = _operand(target, live=True)
-    return Step(aten.copy_.default, (into, source), {}, (into,), (None,), 0)
+    """The step that copies an output of other steps into memory that is there."""
+    destination = _operand(target, live=True)
+    return Step(aten.copy_.default, (destination, source), {}, (destination,), (None,), 0)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -277,7 +277,7 @@ def _operands(values: Sequence[Any]) -> Iterator[Operand]:
 
 
 def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Arguments of an operator with everything of a kind changed, in lists too."""
+    """The arguments of an operator with every value of type `kind` changed, in lists, too."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
-"""Everything that a model's own code can change about a model while it is traced, to be seen and put back.
+"""A snapshot of all that a model's own code can change about it while it is traced, to see changes and undo them.
 
     with Snapshot(model) as snapshot:
         ...                         # code that binds attributes, deletes modules, gives parameters other memory
         snapshot.rebound()          # which tensors it bound
     # all is as it was, or an error says what is not
 
-Values are not copied: who lets code run here sees that it writes no memory.
+Values are not copied: whoever runs code here makes sure that it writes no memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bound(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Where a tensor lies, and how it is laid out there."""
+    """The memory of a tensor, and its layout there."""
 
     storage: int
     nbytes: int
@@ -81,8 +81,8 @@ class Snapshot:
         }
         for path, module in self._modules.items():
             self._visit(path, module)
-        for name, thing in others:
-            self._namespace(name, thing)
+        for name, owner in others:
+            self._namespace(name, owner)
 
     def __enter__(self) -> Self:
         return self
@@ -96,29 +96,31 @@ class Snapshot:
             ) from error
 
     def rebound(self) -> list[Bound]:
-        """Buffers and attributes of modules that hold another tensor than before. Those that hold none now are not."""
-        bound = []
+        """Buffers and attributes of modules that hold another tensor than before; without those that hold none now."""
+        bindings = []
         for path, module in self._modules.items():
-            for now, before in (
+            for namespace, content in (
                 (vars(module), self._attributes[path]),
                 (module._buffers, self._members[path]["_buffers"]),
             ):
-                for key, value in now.items():
-                    old = before.get(key)
-                    if isinstance(value, torch.Tensor) and value is not old:
-                        bound.append(Bound(module, key, old if isinstance(old, torch.Tensor) else None, value))
-        return bound
+                for key, value in namespace.items():
+                    original = content.get(key)
+                    if isinstance(value, torch.Tensor) and value is not original:
+                        bindings.append(
+                            Bound(module, key, original if isinstance(original, torch.Tensor) else None, value)
+                        )
+        return bindings
 
     def surgery(self) -> str | None:
-        """In words, a module, parameter or buffer that is there no more, is new, or has other memory; None if none."""
+        """One change in words: a module, parameter or buffer is gone, is new, or has other memory. None without one."""
         for path, module in self._modules.items():
-            for kind, before in self._members[path].items():
-                now = vars(module).get(kind, {})
-                for key in before.keys() ^ now.keys():
-                    what = "deletes" if key in before else "adds"
-                    return f"{what} {kind.strip('_').removesuffix('s')} {joined(path, key)!r}"
-                for key in before.keys() if kind == "_modules" else ():
-                    if before[key] is not now[key]:
+            for kind, content in self._members[path].items():
+                members = vars(module).get(kind, {})
+                for key in content.keys() ^ members.keys():
+                    verb = "deletes" if key in content else "adds"
+                    return f"{verb} {kind.strip('_').removesuffix('s')} {joined(path, key)!r}"
+                for key in content.keys() if kind == "_modules" else ():
+                    if content[key] is not members[key]:
                         return f"replaces module {joined(path, key)!r}"
         for name, tensor, _, memory in self._tensors:
             if isinstance(tensor, torch.nn.Parameter) and _memory(tensor) != memory:
@@ -127,14 +129,16 @@ class Snapshot:
                     "regions over its old memory would be lost"
                 )
         for path, module in self._modules.items():
-            for key, old in self._members[path]["_parameters"].items():
-                new = module._parameters[key]
-                if old is not new and (old is None or new is None or _memory(old)[:-1] != _memory(new)[:-1]):
+            for key, original in self._members[path]["_parameters"].items():
+                parameter = module._parameters[key]
+                if original is not parameter and (
+                    original is None or parameter is None or _memory(original)[:-1] != _memory(parameter)[:-1]
+                ):
                     return f"replaces parameter {joined(path, key)!r}"
         return None
 
     def holders(self) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
-        """Every buffer and tensor attribute that was there: its name, module and key."""
+        """Every buffer and tensor attribute that was there: its name, module, key and tensor."""
         for path, module in self._modules.items():
             for key, value in [*self._members[path]["_buffers"].items(), *self._attributes[path].items()]:
                 if isinstance(value, torch.Tensor):
@@ -180,25 +184,25 @@ class Snapshot:
     # Putting back
 
     def _restore(self) -> list[str]:
-        """Puts back what changed; the names of what could not be."""
-        for _, live, content in self._names:
-            if not _same(live, content):
-                _refill(live, content)
+        """Puts back what changed; returns the names of what could not be put back."""
+        for _, namespace, content in self._names:
+            if not _same(namespace, content):
+                _refill(namespace, content)
         for _, tensor, alias, memory in self._tensors:
             if _memory(tensor) != memory:
                 tensor.data = alias
                 tensor.requires_grad_(memory.requires_grad)
         damage = [name for name, tensor, _, memory in self._tensors if _memory(tensor) != memory]
-        return damage + [name for name, live, content in self._names if not _same(live, content)]
+        return damage + [name for name, namespace, content in self._names if not _same(namespace, content)]
 
 
 def joined(path: str, key: str) -> str:
-    """The name of a member of a module."""
+    """The dotted name of a member of the module at `path`."""
     return f"{path}.{key}" if path else key
 
 
 def _same(live: Any, content: Any) -> bool:
-    """Returns whether a container holds the very same things, in the same order."""
+    """True if a container holds the very same objects as `content`, in the same order."""
     if len(live) != len(content):
         return False
     if isinstance(live, set):

@@ -1,8 +1,8 @@
 """Strided copies between boxes: the arithmetic behind a loader trace. Pure Python, no torch.
 
 A `Base` is a tensor as it was allocated: its sizes and strides, in any order of dimensions, without overlap. A `Copy`
-walks a destination and a source with one common index space. `align` rewrites a copy until one of its sides is a box of
-its base, by splitting and merging dimensions on both sides at once, so that nothing has to be guessed from shapes.
+walks a destination and a source with one common index space. `align` splits and merges dimensions on both sides at
+once, until one side is a box of its base. So nothing has to be guessed from shapes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class NotABoxError(Exception):
 
 
 class Box(NamedTuple):
-    """A box: where it starts and how large it is, one number per dimension of the base."""
+    """A box: its start and its size, one number per dimension of the base."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements in the box."""
+        """Number of elements in the box."""
         count = 1
         for n in self.size:
             count *= n
@@ -45,7 +45,7 @@ class Base(NamedTuple):
 
 
 class Dim(NamedTuple):
-    """One dimension of a copy: its size and how far each side moves per step, in elements."""
+    """One dimension of a copy: its size, and the step of each side in elements."""
 
     size: int
     dst: int
@@ -66,8 +66,8 @@ class Copy:
     def step(self, dim: int, index: int) -> Copy:
         """The copy with one dimension fixed at `index` and dropped."""
         d = self.dims[dim]
-        rest = self.dims[:dim] + self.dims[dim + 1 :]
-        return Copy(self.dst_offset + index * d.dst, self.src_offset + index * d.src, rest)
+        dims = self.dims[:dim] + self.dims[dim + 1 :]
+        return Copy(self.dst_offset + index * d.dst, self.src_offset + index * d.src, dims)
 
 
 class Aligned(NamedTuple):
@@ -79,51 +79,51 @@ class Aligned(NamedTuple):
 
 
 def align(copy: Copy, base: Base, side: str) -> Iterator[Aligned]:
-    """The copy as copies whose `side` ("dst" or "src") is a box of `base` each. Raises NotABoxError.
+    """Splits a copy into copies whose `side` ("dst" or "src") is a box of `base`. Raises NotABoxError.
 
-    One copy in, one out as a rule; more only for broadcasts and steps, which are unrolled.
+    As a rule one copy comes out; only broadcasts and steps are unrolled into more.
     """
     todo = [_merge(copy)]
     while todo:
-        one = todo.pop()
-        lower = _lower(one.dst_offset if side == "dst" else one.src_offset, base)
+        part = todo.pop()
+        lower = _lower(part.dst_offset if side == "dst" else part.src_offset, base)
         size = [1] * len(base.size)
-        other = [0] * len(base.size)
-        for k, dim in enumerate(one.dims):
+        other_strides = [0] * len(base.size)
+        for k, dim in enumerate(part.dims):
             stride = dim.dst if side == "dst" else dim.src
             row = _base_dim(stride, base)
             if row is None or stride != base.stride[row] or size[row] != 1:
                 if dim.size > UNROLL_LIMIT:
                     raise NotABoxError(f"a step of {stride} elements, {dim.size} times")
-                todo.extend(one.step(k, i) for i in reversed(range(dim.size)))
+                todo.extend(part.step(k, i) for i in reversed(range(dim.size)))
                 break
             if lower[row] + dim.size > base.size[row]:
-                todo.append(_split(one, k, base.size[row], lower[row]))
+                todo.append(_split(part, k, base.size[row], lower[row]))
                 break
-            size[row], other[row] = dim.size, dim.src if side == "dst" else dim.dst
+            size[row], other_strides[row] = dim.size, dim.src if side == "dst" else dim.dst
         else:
-            yield Aligned(one, Box(tuple(lower), tuple(size)), tuple(other))
+            yield Aligned(part, Box(tuple(lower), tuple(size)), tuple(other_strides))
 
 
 def _lower(offset: int, base: Base) -> list[int]:
     """The index of the element at `offset` of the base's storage."""
-    rest = offset - base.offset
+    remainder = offset - base.offset
     lower = [0] * len(base.size)
     for row in sorted(range(len(base.size)), key=lambda d: (base.stride[d], base.size[d]), reverse=True):
         if base.size[row] > 1:
-            lower[row], rest = divmod(rest, base.stride[row])
-    if rest != 0 or any(not 0 <= lo < n for lo, n in zip(lower, base.size, strict=True)):
+            lower[row], remainder = divmod(remainder, base.stride[row])
+    if remainder != 0 or any(not 0 <= lo < n for lo, n in zip(lower, base.size, strict=True)):
         raise NotABoxError(f"element {offset} of the storage is not in the tensor")
     return lower
 
 
 def _base_dim(stride: int, base: Base) -> int | None:
     """The dimension of the base that a step of `stride` elements moves in."""
-    best: int | None = None
+    match: int | None = None
     for row, n in enumerate(base.size):
-        if n > 1 and 0 < base.stride[row] <= stride and (best is None or base.stride[row] > base.stride[best]):
-            best = row
-    return best
+        if n > 1 and 0 < base.stride[row] <= stride and (match is None or base.stride[row] > base.stride[match]):
+            match = row
+    return match
 
 
 def _merge(copy: Copy) -> Copy:
@@ -157,14 +157,14 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def subtract(box: Box, hole: Box) -> Iterator[Box]:
-    """What is left of `box` without `hole`, which lies inside it, as disjoint boxes."""
+    """The parts of `box` outside `hole`, which lies inside it, as disjoint boxes."""
     start, size = list(box.start), list(box.size)
     for d in range(len(start)):
-        before = hole.start[d] - start[d]
-        after = start[d] + size[d] - (hole.start[d] + hole.size[d])
-        if before:
-            yield Box(tuple(start), (*size[:d], before, *size[d + 1 :]))
-        if after:
+        low_size = hole.start[d] - start[d]
+        high_size = start[d] + size[d] - (hole.start[d] + hole.size[d])
+        if low_size:
+            yield Box(tuple(start), (*size[:d], low_size, *size[d + 1 :]))
+        if high_size:
             tail = (*start[:d], hole.start[d] + hole.size[d], *start[d + 1 :])
-            yield Box(tail, (*size[:d], after, *size[d + 1 :]))
+            yield Box(tail, (*size[:d], high_size, *size[d + 1 :]))
         start[d], size[d] = hole.start[d], hole.size[d]

@@ -9,9 +9,9 @@ operator that would change a tensor which existed before the trace is swallowed 
     for region in trace.regions:
         region.view.copy_(checkpoint[region.tensor][region.box])
 
-What is no strided copy of logical tensors is not guessed: a write that cannot be resolved is listed in `Trace.opaque`,
-and a loader that reads a loaded value in Python (`.item()`, a comparison) raises DescribeError. The operators that
-compute anything else than a parameter are on `Trace.tape`.
+Nothing is guessed: a write that is no strided copy of logical tensors or constants is listed in `Trace.opaque`. A
+loader that reads a loaded value in Python (`.item()`, a comparison) raises DescribeError. The operators that compute
+anything else than a parameter are on `Trace.tape`.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def trace_loader(
     catalog: Mapping[str, TensorSpec],
     end: Callable[[], object] | None = None,
 ) -> Trace:
-    """What `load_weights` would write into `parameters` if it were given every tensor of `catalog`, in that order.
+    """Traces the writes of `load_weights` into `parameters`, as if it got every tensor of `catalog` in that order.
 
-    `parameters` are real tensors by name; names that share a storage are told apart by where they lie in it, and a name
-    that is the same memory as an earlier one is not written separately. `end` is what the engine does at the end of an
-    update session, traced after the loader. No real tensor is changed. Raises
-    DescribeError when the loader or `end` raises, reads loaded values in Python, or gives a parameter other memory.
+    `parameters` are real tensors by name. Names that share a storage are told apart by their place in it; a name with
+    the memory of an earlier one is not written separately. `end` is the engine's end of an update session, traced after
+    the loader. No real tensor is changed. Raises DescribeError when the loader or `end` raises, reads loaded values in
+    Python, or gives a parameter other memory.
     """
     import torch
 
@@ -68,7 +68,7 @@ def trace_loader(
 
     recorder = Recorder(parameters)
     mode = LoaderMode(recorder)
-    before = {name: _memory(t) for name, t in parameters.items()}
+    memories = {name: _memory(t) for name, t in parameters.items()}
     with torch.no_grad(), mode:
         _traced(
             lambda: load_weights((name, mode.logical(name, spec)) for name, spec in catalog.items()),
@@ -78,9 +78,9 @@ def trace_loader(
         if end is not None:
             _traced(end, lambda: "the engine's end of an update session failed while it was traced")
     for name, t in parameters.items():
-        if _memory(t) != before[name]:
+        if _memory(t) != memories[name]:
             raise DescribeError(
-                f"the engine's loader gives parameter {name!r} other memory (was {before[name]}, is {_memory(t)}); "
+                f"the engine's loader gives parameter {name!r} other memory (was {memories[name]}, is {_memory(t)}); "
                 "regions over its old memory would be lost"
             )
     return Trace(
@@ -95,7 +95,7 @@ def trace_loader(
 
 
 def _traced(work: Callable[[], object], what: Callable[[], str]) -> None:
-    """Runs what is traced. What it raises becomes a DescribeError that begins with `what`."""
+    """Runs `work` in the trace. An error of it becomes a DescribeError that begins with `what()`."""
     try:
         work()
     except DescribeError:

@@ -1,8 +1,8 @@
 """Algebra of boxes: intersection, disjointness, cells and coverage, on numpy columns.
 
-A set of boxes is three columns: `key` (n,), any integer >= 0 that says which boxes can meet at all (for example the
-tensor), `offset` and `size` (n, D). Boxes with different keys never meet. Boxes of zero size hold nothing: they are
-dropped everywhere and never overlap.
+A set of boxes is three columns: `key` (n,), `offset` and `size` (n, D). The key is any integer >= 0, for example the
+number of the tensor: boxes with different keys never meet. Boxes of zero size hold nothing: they are dropped everywhere
+and never overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weightcast.transfer.errors import LayoutError
 __all__ = ["Cells", "are_disjoint", "decompose", "intersect", "overlaps", "uncovered"]
 
 PAIR_CHUNK = 1 << 22
-"""Candidate pairs looked at at a time; bounds the memory of a join."""
+"""Candidate pairs examined at a time; bounds the memory of a join."""
 PAIR_LIMIT = 1 << 30
 CELL_LIMIT = 1 << 23
 """Box-in-cell incidences that a grid may make (its memory is about 100 bytes each)."""
@@ -29,7 +29,7 @@ _SPLIT_ROUNDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """m disjoint boxes that a set of boxes is made of, ordered by (key, offset).
+    """Cells of a set of boxes: the m disjoint boxes it is made of, ordered by (key, offset).
 
     Every box of the set is the union of the cells it contains. `row[start[i]:start[i + 1]]` are the rows of the set
     whose box contains cell i, ascending. `key` (m,), `offset` and `size` (m, D), `start` (m + 1,), `row` (pairs,).
@@ -46,30 +46,29 @@ class Cells:
 
     @property
     def cell(self) -> IntArray:
-        """(pairs,) the cell of each entry of `row`."""
+        """Number (pairs,) of the cell of each entry of `row`."""
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.start))
 
 
 def intersect(
     left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray]
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Every pair of a left and a right box that meet: (left row, right row, offset, size), ordered by right, then left
-    row.
+    """Pairs of a left and a right box that share an element: (left row, right row, offset, size), all in columns.
 
-    Each side is (key, offset, size). Pairs that share no element are left out.
+    Each side is (key, offset, size). The pairs are ordered by right row, then left row.
     """
     left_key, right_key = left[0], right[0]
     keys = 1 + max(int(left_key.max(initial=-1)), int(right_key.max(initial=-1)))
     count = np.bincount(left_key, minlength=keys)
-    only = np.empty(keys, dtype=np.int64)
-    only[left_key] = np.arange(left_key.shape[0], dtype=np.int64)
-    held = count[right_key]
-    rows = np.flatnonzero(held == 1)
-    pairs = [_meet(left, right, only[right_key[rows]], rows)]
-    many = np.flatnonzero(held > 1)
-    if many.size:
+    left_row = np.empty(keys, dtype=np.int64)
+    left_row[left_key] = np.arange(left_key.shape[0], dtype=np.int64)
+    left_count = count[right_key]
+    rows = np.flatnonzero(left_count == 1)
+    pairs = [_meet(left, right, left_row[right_key[rows]], rows)]
+    join_rows = np.flatnonzero(left_count > 1)
+    if join_rows.size:
         candidates = np.flatnonzero(count[left_key] > 1)
-        pairs.extend(_join(left, right, candidates, many))
+        pairs.extend(_join(left, right, candidates, join_rows))
     if len(pairs) == 1:
         return pairs[0]
     a, b, offset, size = (np.concatenate(column) for column in zip(*pairs, strict=True))
@@ -80,7 +79,7 @@ def intersect(
 def _meet(
     left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray], a: IntArray, b: IntArray
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Candidate pairs -> those that share an element, with the box they share."""
+    """Those of the candidate pairs `a`, `b` that share an element, with the box they share."""
     low_a, low_b = np.take(left[1], a, axis=0), np.take(right[1], b, axis=0)
     offset = np.maximum(low_a, low_b)
     size, high = np.take(left[2], a, axis=0), np.take(right[2], b, axis=0)
@@ -93,15 +92,17 @@ def _meet(
         meets &= size[:, dim] > 0
     if meets.all():
         return a, b, offset, size
-    kept = np.flatnonzero(meets)
-    return a[kept], b[kept], np.take(offset, kept, axis=0), np.take(size, kept, axis=0)
+    rows = np.flatnonzero(meets)
+    return a[rows], b[rows], np.take(offset, rows, axis=0), np.take(size, rows, axis=0)
 
 
 def _join(
     left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray], a: IntArray, b: IntArray
 ) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
-    """Pairs of the left rows `a` and right rows `b`, by intervals along whichever dimension leaves the fewest
-    candidates."""
+    """Pairs of left rows `a` and right rows `b` that share an element, in chunks.
+
+    For each right row, candidates are those whose intervals meet along the dimension that leaves the fewest.
+    """
     keys = np.unique(left[0][a])
     key_a, key_b = np.searchsorted(keys, left[0][a]), np.searchsorted(keys, right[0][b])
     best: IntArray | None = None
@@ -122,15 +123,19 @@ def _join(
     assert best is not None
     by_dim = np.stack(orders)
     for part in _chunks(best):
-        at = ranges(start[part], best[part])
-        yield _meet(left, right, a[by_dim[np.repeat(from_dim[part], best[part]), at]], np.repeat(b[part], best[part]))
+        position = ranges(start[part], best[part])
+        yield _meet(
+            left, right, a[by_dim[np.repeat(from_dim[part], best[part]), position]], np.repeat(b[part], best[part])
+        )
 
 
 def _candidates(
     left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray]
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Interval join of (key, low, high) columns, keys dense: an order of the left rows, and for each right row the
-    first and the last + 1 position in that order between which all left rows lie whose interval meets it."""
+    """Interval join of (key, low, high) columns, keys dense: an order of left rows, and two positions per right row.
+
+    All left rows whose interval meets that of the right row lie in the order between them: first, and last + 1.
+    """
     key, low, high = left
     span = 1 + max(int(high.max(initial=0)), int(right[2].max(initial=0)))
     if (1 + int(key.max(initial=0))) * span >= 1 << 62:
@@ -139,17 +144,17 @@ def _candidates(
         right = (right[0], np.searchsorted(edges, right[1]), np.searchsorted(edges, right[2]))
         span = edges.shape[0] + 1
     order, _ = lex_sort([key, low])
-    begin = key[order] * span + low[order]
+    starts = key[order] * span + low[order]
     reach = np.maximum.accumulate(key[order] * span + high[order])
     return (
         order,
         np.searchsorted(reach, right[0] * span + right[1], side="right"),
-        np.searchsorted(begin, right[0] * span + right[2], side="left"),
+        np.searchsorted(starts, right[0] * span + right[2], side="left"),
     )
 
 
 def _chunks(count: IntArray) -> Iterator[slice]:
-    """Slices of rows with about PAIR_CHUNK candidates each."""
+    """Slices of rows with about PAIR_CHUNK candidates each. Raises LayoutError for more than PAIR_LIMIT in all."""
     total = np.cumsum(count)
     if not total.size or not total[-1]:
         return
@@ -159,12 +164,12 @@ def _chunks(count: IntArray) -> Iterator[slice]:
         )
     cuts = np.searchsorted(total, np.arange(PAIR_CHUNK, int(total[-1]), PAIR_CHUNK))
     bounds = np.unique(np.concatenate([[0], cuts, [count.shape[0]]])).tolist()
-    for begin, end in itertools.pairwise(bounds):
-        yield slice(begin, end)
+    for start, stop in itertools.pairwise(bounds):
+        yield slice(start, stop)
 
 
 def are_disjoint(key: IntArray, offset: IntArray, size: IntArray) -> bool:
-    """Whether no two boxes of one key share an element; equal boxes do."""
+    """True if no two boxes of one key share an element; equal boxes do."""
     return not overlaps(key, offset, size)[0].size
 
 
@@ -181,51 +186,51 @@ def overlaps(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray,
 
 
 def _distinct(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray, BoolArray]:
-    """Rows with a volume, ordered by (key, offset, size, row), and where each run of equal boxes begins."""
-    live = np.flatnonzero(~any_column(size <= 0))
+    """Rows with a volume, ordered by (key, offset, size, row), and marks of the first of each run of equal boxes."""
+    rows = np.flatnonzero(~any_column(size <= 0))
     columns = [key, *offset.T, *size.T]
-    if live.shape[0] < key.shape[0]:
-        columns = [column[live] for column in columns]
+    if rows.shape[0] < key.shape[0]:
+        columns = [column[rows] for column in columns]
     order, begins = lex_sort(columns)
-    return live[order], begins
+    return rows[order], begins
 
 
 def _crossing(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Of distinct boxes sorted by key: all pairs that share an element, and the rows and groups of the boxes near such
-    a pair.
+    """Pairs that share an element among distinct boxes sorted by key; and rows and groups of the boxes near a pair.
 
-    A group is a set of boxes that no cuts through all of it, side to side, can take apart; different groups never meet.
+    A group is a set of boxes that no cut through all of it, from side to side, can take apart. Different groups never
+    meet. A box is near a pair if its group has one.
     """
-    new = np.ones(key.shape[0], dtype=np.bool_)
-    np.not_equal(key[1:], key[:-1], out=new[1:])
-    rows, group = _crowded(np.arange(key.shape[0], dtype=np.int64), new)
-    stuck = turn = 0
+    starts = np.ones(key.shape[0], dtype=np.bool_)
+    np.not_equal(key[1:], key[:-1], out=starts[1:])
+    rows, group = _crowded(np.arange(key.shape[0], dtype=np.int64), starts)
+    idle_turns = turn = 0
     dims = offset.shape[1]
-    while rows.size and stuck < dims and turn < _SPLIT_ROUNDS:
-        before = int(group[-1]) + 1
+    while rows.size and idle_turns < dims and turn < _SPLIT_ROUNDS:
+        groups = int(group[-1]) + 1
         dim = turn % dims
         low = offset[rows, dim]
         order, begins = _runs(group, low, low + size[rows, dim])
-        stuck = stuck + 1 if int(begins.sum()) == before else 0
+        idle_turns = idle_turns + 1 if int(begins.sum()) == groups else 0
         rows, group = _crowded(rows[order], begins)
         turn += 1
     if not rows.size:
         return rows, rows, rows, group
     a, b = _pairs_within(group, np.take(offset, rows, axis=0), np.take(size, rows, axis=0))
-    hit = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
-    hit[group[a]] = True
-    near = hit[group]
-    return rows[a], rows[b], rows[near], (np.cumsum(hit) - 1)[group[near]]
+    group_hit = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
+    group_hit[group[a]] = True
+    row_hit = group_hit[group]
+    return rows[a], rows[b], rows[row_hit], (np.cumsum(group_hit) - 1)[group[row_hit]]
 
 
 def _crowded(rows: IntArray, begins: BoolArray) -> tuple[IntArray, IntArray]:
-    """Only rows of runs that have more than one, and the dense number of each one's run."""
-    kept = shared(begins)
-    return rows[kept], np.cumsum(begins[kept]) - 1
+    """Rows in runs of more than one, and the dense number of each row's run."""
+    mask = shared(begins)
+    return rows[mask], np.cumsum(begins[mask]) - 1
 
 
 def _runs(group: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, BoolArray]:
-    """Order by (group, low), and where an interval begins that meets none before it in its group."""
+    """Order by (group, low), and marks of intervals that meet none before them in their group."""
     span = int(high.max()) + 1
     if (int(group[-1]) + 1) * span >= 1 << 62:
         edges = np.unique(np.concatenate([low, high]))
@@ -242,9 +247,9 @@ def _pairs_within(group: IntArray, offset: IntArray, size: IntArray) -> tuple[In
     """All pairs of rows of one group that share an element, each once."""
     boxes = (group, offset, size)
     rows = np.arange(group.shape[0], dtype=np.int64)
-    found = [(a, b) for a, b in ((p[0], p[1]) for p in _join(boxes, boxes, rows, rows))]
-    a = concatenate([pair[0] for pair in found], rows)
-    b = concatenate([pair[1] for pair in found], rows)
+    pairs = [(a, b) for a, b in ((p[0], p[1]) for p in _join(boxes, boxes, rows, rows))]
+    a = concatenate([pair[0] for pair in pairs], rows)
+    b = concatenate([pair[1] for pair in pairs], rows)
     return a[a < b], b[a < b]
 
 
@@ -278,9 +283,9 @@ def _with_grid(
     cells, box = _grid(
         group, np.take(offset, tangled, axis=0), np.take(size, tangled, axis=0), lambda i: label(int(names[i]))
     )
-    whole = np.ones(key.shape[0], dtype=np.bool_)
-    whole[tangled] = False
-    plain = np.flatnonzero(whole)
+    plain_mask = np.ones(key.shape[0], dtype=np.bool_)
+    plain_mask[tangled] = False
+    plain = np.flatnonzero(plain_mask)
     # From here on "piece" is a (cell, distinct box) pair: all plain boxes, then all grid incidences.
     piece_box = np.concatenate([plain, tangled[box]])
     piece_offset = np.concatenate([np.take(offset, plain, axis=0), cells[0]])
@@ -301,18 +306,18 @@ def _with_grid(
 def _grid(
     group: IntArray, offset: IntArray, size: IntArray, label: Callable[[int], str]
 ) -> tuple[tuple[IntArray, IntArray], IntArray]:
-    """For each box all grid cells in it: ((offset, size) of the cells, the box of each)."""
+    """Grid cells in each box: ((offset, size) of the cells, the box of each)."""
     dims = offset.shape[1]
     low, high = np.empty_like(offset), np.empty_like(offset)
     edges: list[IntArray] = []
     incidences = np.ones(group.shape[0])
     for dim in range(dims):
-        begin, end = offset[:, dim], offset[:, dim] + size[:, dim]
-        order, begins = lex_sort([np.concatenate([group, group]), np.concatenate([begin, end])])
+        start, stop = offset[:, dim], offset[:, dim] + size[:, dim]
+        order, begins = lex_sort([np.concatenate([group, group]), np.concatenate([start, stop])])
         index = np.empty_like(order)
         index[order] = np.cumsum(begins) - 1
         low[:, dim], high[:, dim] = index[: group.shape[0]], index[group.shape[0] :]
-        edges.append(np.concatenate([begin, end])[order[begins]])
+        edges.append(np.concatenate([start, stop])[order[begins]])
         incidences *= high[:, dim] - low[:, dim]
     if incidences.sum() > CELL_LIMIT:
         worst = int(incidences.argmax())
@@ -329,15 +334,18 @@ def _grid(
     )
     for dim in reversed(range(dims)):
         length = (high[:, dim] - low[:, dim])[box]
-        at = low[box, dim] + number % length
+        edge = low[box, dim] + number % length
         number //= length
-        cell_offset[:, dim] = edges[dim][at]
-        cell_size[:, dim] = edges[dim][at + 1] - edges[dim][at]
+        cell_offset[:, dim] = edges[dim][edge]
+        cell_size[:, dim] = edges[dim][edge + 1] - edges[dim][edge]
     return (cell_offset, cell_size), box
 
 
 def uncovered(key: IntArray, offset: IntArray, size: IntArray, shape: IntArray) -> IntArray:
-    """Keys in 0..len(shape)-1 whose box `shape[key]` disjoint boxes inside it do not fill, ascending."""
+    """Keys in 0..len(shape)-1, ascending, of boxes of `shape[key]` that the given boxes do not fill.
+
+    The given boxes are disjoint and lie inside them.
+    """
     filled = np.zeros(shape.shape[0], dtype=np.int64)
     np.add.at(filled, key, volumes(size))
     return np.flatnonzero(filled != volumes(shape))

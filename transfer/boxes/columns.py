@@ -1,7 +1,7 @@
 """Sorting and grouping rows of integer columns, without a Python loop over the rows.
 
-Everything here packs several columns into one int64 where they fit: numpy sorts one integer column several times faster
-than it sorts by a list of keys, and ties, the only rows that need the remaining columns, are few.
+Several columns are packed into one int64 where they fit: numpy sorts one integer column several times faster than a
+list of keys. Only ties need the remaining columns, and they are few.
 """
 
 from __future__ import annotations
@@ -47,95 +47,94 @@ def stable_order(key: IntArray, extent: int) -> IntArray:
     bits = n.bit_length()
     if extent << bits > _LIMIT:
         return np.argsort(key, kind="stable").astype(np.int64)
-    packed: IntArray = (key << bits) | np.arange(n, dtype=np.int64)
-    packed.sort()
-    packed &= (1 << bits) - 1
-    return packed
+    codes: IntArray = (key << bits) | np.arange(n, dtype=np.int64)
+    codes.sort()
+    codes &= (1 << bits) - 1
+    return codes
 
 
 def lex_sort(columns: Sequence[IntArray]) -> tuple[IntArray, BoolArray]:
-    """Order that sorts rows by columns[0], then columns[1] and so on, stably; and which sorted rows differ from the one
-    before.
+    """Stable order of rows by columns[0], then columns[1] and so on; and marks (n,) bool of sorted rows.
 
-    The first sorted row always counts as different, so the second result marks where a run of equal rows begins.
+    A row is marked if it differs from the one before. The first is always marked: each mark begins a run of equal rows.
     """
     n = columns[0].shape[0]
     if not n:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
-    packed, extent, used = _pack(columns, np.zeros(n, dtype=np.int64), 1)
-    order = stable_order(packed, extent)
-    begins = _changes(packed[order])
-    left = columns[used:]
-    place, new = np.arange(n, dtype=np.int64), begins
-    while left:
-        tied = shared(new)
-        place, group = place[tied], np.cumsum(new[tied]) - 1
-        if not place.size:
+    codes, extent, width = _pack(columns, np.zeros(n, dtype=np.int64), 1)
+    order = stable_order(codes, extent)
+    begins = _changes(codes[order])
+    tail = columns[width:]
+    positions, starts = np.arange(n, dtype=np.int64), begins
+    while tail:
+        mask = shared(starts)
+        positions, group = positions[mask], np.cumsum(starts[mask]) - 1
+        if not positions.size:
             break
-        rows = order[place]
-        packed, extent, used = _pack([column[rows] for column in left], group, int(group[-1]) + 1)
-        left = left[used:]
-        sub = stable_order(packed, extent)
-        order[place] = rows[sub]
-        new = begins[place] = _changes(packed[sub])
+        rows = order[positions]
+        codes, extent, width = _pack([column[rows] for column in tail], group, int(group[-1]) + 1)
+        tail = tail[width:]
+        suborder = stable_order(codes, extent)
+        order[positions] = rows[suborder]
+        starts = begins[positions] = _changes(codes[suborder])
     return order, begins
 
 
 def _pack(columns: Sequence[IntArray], group: IntArray, groups: int) -> tuple[IntArray, int, int]:
     """One integer a row from its group and as many columns as fit; their extent, and how many columns went in."""
-    packed, extent, used = group, groups, 0
+    codes, extent, width = group, groups, 0
     for values in columns:
         low = int(values.min())
         span = int(values.max()) - low + 1
         if extent * span > _LIMIT:
-            if used:
+            if width:
                 break
-            # Ranks are at most as many as rows, so they always fit beside the group.
+            # There are at most as many ranks as rows, so ranks always fit beside the group.
             values, low = np.unique(values, return_inverse=True)[1].astype(np.int64), 0
             span = int(values.max()) + 1
         if span > 1:
-            packed = packed * span + (values - low)
+            codes = codes * span + (values - low)
             extent *= span
-        used += 1
-    return packed, extent, used
+        width += 1
+    return codes, extent, width
 
 
 def _changes(values: IntArray) -> BoolArray:
-    """Where a value differs from the one before it; true for the first."""
-    new = np.ones(values.shape[0], dtype=np.bool_)
-    np.not_equal(values[1:], values[:-1], out=new[1:])
-    return new
+    """Mask of values that differ from the one before; true for the first."""
+    changes = np.ones(values.shape[0], dtype=np.bool_)
+    np.not_equal(values[1:], values[:-1], out=changes[1:])
+    return changes
 
 
 def shared(begins: BoolArray) -> BoolArray:
-    """Which rows are in a run of more than one row."""
-    found = ~begins
-    found[:-1] |= ~begins[1:]
-    return found
+    """Mask of the rows in a run of more than one row."""
+    mask = ~begins
+    mask[:-1] |= ~begins[1:]
+    return mask
 
 
 def starts_of(begins: BoolArray) -> IntArray:
-    """Run starts and the number of rows at the end: run i is rows starts[i]..starts[i+1]-1."""
+    """Starts of runs, then the number of rows: run i is rows starts[i]..starts[i+1]-1."""
     return np.append(np.flatnonzero(begins), begins.shape[0])
 
 
 def ranges(start: IntArray, count: IntArray) -> IntArray:
-    """start[0], start[0]+1, ... (count[0] numbers), then the same for each further row."""
+    """Ranges one after the other: start[0], start[0]+1, ... (count[0] numbers), and the same for each further row."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if ends.size else 0
     return np.repeat(start - (ends - count), count) + np.arange(total, dtype=np.int64)
 
 
 def any_column(table: BoolArray) -> BoolArray:
-    """(n,) whether any of a row's few columns is true; several times faster than `any(axis=1)`."""
-    found = table[:, 0].copy()
+    """Mask (n,) of rows with a true column; for few columns several times faster than `any(axis=1)`."""
+    mask = table[:, 0].copy()
     for column in range(1, table.shape[1]):
-        found |= table[:, column]
-    return found
+        mask |= table[:, column]
+    return mask
 
 
 def volumes(size: IntArray) -> IntArray:
-    """(n,) elements of each box of sizes (n, D)."""
+    """Number of elements (n,) of each box of sizes (n, D)."""
     volume = size[:, 0].copy()
     for dim in range(1, size.shape[1]):
         volume *= size[:, dim]
@@ -143,23 +142,23 @@ def volumes(size: IntArray) -> IntArray:
 
 
 def number_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
-    """(n,) the number of each name. Raises KeyError for an unknown one."""
+    """Number (n,) of each name. Raises KeyError for an unknown one."""
     return np.fromiter(map(index.__getitem__, names), dtype=np.int64, count=len(names))
 
 
 def find_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
-    """(n,) the number of each name, -1 for an unknown one."""
+    """Number (n,) of each name, -1 for an unknown one."""
     return np.fromiter(map(index.get, names, repeat(-1)), dtype=np.int64, count=len(names))
 
 
 def concatenate(parts: Sequence[IntArray], like: IntArray) -> IntArray:
-    """np.concatenate that gives zero rows of `like`'s shape for no parts."""
+    """Concatenates arrays; without any, gives zero rows of `like`'s shape."""
     return np.concatenate(parts) if parts else like[:0]
 
 
 def pad_boxes(column: IntArray, width: int, fill: int) -> IntArray:
-    """(n, D) -> (n, width), new columns at the end filled with `fill` (0 for offsets, 1 for sizes and shapes)."""
-    missing = width - column.shape[1]
-    if missing <= 0:
+    """Pads (n, D) to (n, width) with columns of `fill` at the end (0 for offsets, 1 for sizes and shapes)."""
+    padding = width - column.shape[1]
+    if padding <= 0:
         return column
-    return np.pad(column, ((0, 0), (0, missing)), constant_values=fill)
+    return np.pad(column, ((0, 0), (0, padding)), constant_values=fill)

@@ -1,7 +1,7 @@
 """Pieces of boxes: a box cut at places in its row-major order, so that each piece is one run of it.
 
-A run is a box, or a few where it begins or ends inside a slice. Places that may be moved a little are put between the
-largest slices that are near enough, so that most pieces are single boxes.
+A run is a box, or a few where it begins or ends inside a slice. Places that may move a little are put between the
+largest slices near enough, so that most pieces are single boxes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["between_slices", "boxes_of_runs", "contiguous_strides", "shape_order
 
 
 def contiguous_strides(size: IntArray) -> IntArray:
-    """(k, D) strides of boxes that lie in row-major order without gaps."""
+    """Strides (k, D) of boxes that lie in row-major order without gaps."""
     inner = np.ones_like(size)
     inner[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
     return inner
@@ -24,8 +24,8 @@ def contiguous_strides(size: IntArray) -> IntArray:
 def split_boxes(size: IntArray, itemsize: IntArray, limit: int) -> tuple[IntArray, IntArray, IntArray]:
     """Cuts boxes of `size` (n, D) into pieces of at most `limit` bytes: rows (k,), offsets in the box and sizes (k, D).
 
-    Pieces of a box come in its row-major order and tile it: all dimensions before one are cut to single indices, that
-    one into even steps, and those after it stay whole. Boxes without elements give no piece.
+    Pieces of a box come in its row-major order and tile it. One dimension is cut into even steps; those before it
+    become single indices, and those after it stay whole. Boxes without elements give no piece.
     """
     n, width = size.shape
     inner = np.ones((n, width + 1), dtype=np.int64)
@@ -35,8 +35,8 @@ def split_boxes(size: IntArray, itemsize: IntArray, limit: int) -> tuple[IntArra
     axis = (inner[:, 1:] <= limit).argmax(axis=1)
     rows = np.arange(n)
     extent = size[rows, axis]
-    most = np.maximum(limit // np.maximum(inner[rows, axis + 1], 1), 1)
-    parts = np.maximum(-(-extent // most), 1)
+    capacity = np.maximum(limit // np.maximum(inner[rows, axis + 1], 1), 1)
+    parts = np.maximum(-(-extent // capacity), 1)
     step = np.maximum(-(-extent // parts), 1)
     parts = np.maximum(-(-extent // step), 1)
 
@@ -59,7 +59,7 @@ def split_boxes(size: IntArray, itemsize: IntArray, limit: int) -> tuple[IntArra
 
 
 def shape_order(size: IntArray, *before: IntArray) -> IntArray:
-    """(n,) the order that brings boxes of one shape together; boxes alike keep theirs.
+    """Stable order (n,) that brings boxes of one shape together.
 
     `before` are keys that count more than the shape, the last of them most.
     """
@@ -67,26 +67,27 @@ def shape_order(size: IntArray, *before: IntArray) -> IntArray:
 
 
 def between_slices(place: FloatArray, size: IntArray, slack: FloatArray) -> IntArray:
-    """(n,) for each place in the row-major order of a box of `size` (n, D) a whole number of elements: the nearest
-    boundary between slices of the first dimension that has one at most `slack` (n,) elements away, else the nearest
-    element. Of places in one box with one slack none overtakes another.
+    """Boundaries (n,) between slices near places in the row-major order of boxes of `size` (n, D), in whole elements.
+
+    A place goes to the nearest boundary of the first dimension with one at most `slack` (n,) elements away, else to the
+    nearest element. Places in one box with one slack never overtake each other.
     """
-    near = np.rint(place).astype(np.int64)
+    cut = np.rint(place).astype(np.int64)
     unit = _units(size)
     for dim in range(size.shape[1] - 1, -1, -1):
         boundary = np.rint(place / unit[:, dim]).astype(np.int64) * unit[:, dim]
-        near = np.where(np.abs(boundary - place) <= slack, boundary, near)
-    return near
+        cut = np.where(np.abs(boundary - place) <= slack, boundary, cut)
+    return cut
 
 
 def boxes_of_runs(size: IntArray, begin: IntArray, end: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The boxes of which runs consist: run (of 0..n-1, ascending), offset and size (m, D), in the order of the runs.
+    """Boxes of which runs consist, in the order of the runs: run (m,) of 0..n-1, offset and size (m, D).
 
-    Run i are the elements `begin[i]` to `end[i]` - 1, at least one, of a box of `size[i]` in row-major order.
+    Run i has the elements `begin[i]` to `end[i]` - 1, at least one, of a box of `size[i]` in row-major order.
     """
     unit, volume = _units(size), size.prod(axis=1)
-    whole = np.flatnonzero((begin == 0) & (end == volume))
-    made = [(whole, begin[whole], np.zeros_like(size[whole]), size[whole])]
+    full_rows = np.flatnonzero((begin == 0) & (end == volume))
+    pieces = [(full_rows, begin[full_rows], np.zeros_like(size[full_rows]), size[full_rows])]
     rows = np.flatnonzero((begin > 0) | (end < volume))
     size, unit, begin, end = size[rows], unit[rows], begin[rows], end[rows]
     # From the finest dimension outwards: what begins or ends inside a slice of the next one is cut off.
@@ -95,18 +96,18 @@ def boxes_of_runs(size: IntArray, begin: IntArray, end: IntArray) -> tuple[IntAr
         head = np.where(begin % outer > 0, np.minimum(end, -(-begin // outer) * outer), begin)
         tail = np.maximum(head, np.where(end % outer > 0, end // outer * outer, end))
         for low, high in ((begin, head), (tail, end)):
-            some = np.flatnonzero(high > low)
-            made.append((rows[some], low[some], *_box(size[some], unit[some], dim, low[some], high[some])))
+            runs = np.flatnonzero(high > low)
+            pieces.append((rows[runs], low[runs], *_box(size[runs], unit[runs], dim, low[runs], high[runs])))
         begin, end = head, tail
-    some = np.flatnonzero(end > begin)
-    made.append((rows[some], begin[some], *_box(size[some], unit[some], 0, begin[some], end[some])))
-    run, low, offset, extent = (np.concatenate(column) for column in zip(*made, strict=True))
+    runs = np.flatnonzero(end > begin)
+    pieces.append((rows[runs], begin[runs], *_box(size[runs], unit[runs], 0, begin[runs], end[runs])))
+    run, low, offset, extent = (np.concatenate(column) for column in zip(*pieces, strict=True))
     order, _ = lex_sort([run, low])
     return run[order], np.take(offset, order, axis=0), np.take(extent, order, axis=0)
 
 
 def _units(size: IntArray) -> IntArray:
-    """(n, D) the elements of a slice of each dimension."""
+    """Number of elements (n, D) in a slice of each dimension."""
     unit = np.ones_like(size)
     unit[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
     return unit

@@ -1,9 +1,8 @@
 """Many small strided copies made few.
 
-A row is one copy between two sides, each a strided box in a flat tensor: from a parameter into a message, from a
-message into a parameter, or between two parameters. Rows are in an order that their makers fixed; what this module may
-do is to see that neighbours are one copy. Everything is columns: numpy for the rows, and a Python object only for each
-copy that is left.
+A row is one copy between two sides, each a strided box in a flat tensor. The sides are a parameter and a message, or
+two parameters. The caller fixes the order of the rows; this module only joins neighbours that are one copy. Rows are
+numpy columns; only the copies that are left become Python objects.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ __all__ = ["StridedCopies", "join", "unroll"]
 class StridedCopies:
     """k copies in columns. Side 0 is read and side 1 written, or the other way round: the module does not care.
 
-    `group` (k,): only rows of one group, which are consecutive, may be joined. `size` (k, D) is the box; for each side
-    `base` (k, 2) says in which flat tensor, `start` (k, 2) at which element, and `stride` (k, D, 2) with which
-    strides. Dimensions of size 1 may have any stride. No row is empty.
+    Rows of one `group` (k,) are consecutive, and only they may be joined. `size` (k, D) is the box. For each side
+    `base` (k, 2) numbers the flat tensor, `start` (k, 2) the first element, and `stride` (k, D, 2) has the strides.
+    Dimensions of size 1 may have any stride. No row is empty.
     """
 
     group: IntArray
@@ -40,7 +39,7 @@ class StridedCopies:
         return StridedCopies(*(getattr(self, name)[rows] for name in self.__slots__))
 
     def turned(self) -> StridedCopies:
-        """The same with the sides changed."""
+        """The same copies with their sides exchanged."""
         return StridedCopies(
             self.group,
             self.size,
@@ -50,19 +49,22 @@ class StridedCopies:
         )
 
     def bounds(self, groups: int) -> list[int]:
-        """(groups + 1) ints: rows of group i are those from `bounds[i]` to `bounds[i + 1]`; groups must ascend."""
-        found: list[int] = np.searchsorted(self.group, np.arange(groups + 1)).tolist()
-        return found
+        """Bounds (groups + 1) of the groups, which must ascend: group i has rows `bounds[i]` to `bounds[i + 1]` - 1."""
+        edges: list[int] = np.searchsorted(self.group, np.arange(groups + 1)).tolist()
+        return edges
 
     def contiguous(self, side: int) -> BoolArray:
-        """(k,) whether a row of `join` is one run of elements on that side, where the other is contiguous too."""
+        """Mask (k,) of rows of `join` that are one run of elements on that side.
+
+        A run is recognised only if the other side is contiguous too.
+        """
         return np.asarray((self.size[:, :-1] == 1).all(axis=1) & (self.stride[:, -1, side] == 1))
 
 
 def unroll(copies: StridedCopies, rows: IntArray) -> tuple[IntArray, IntArray]:
-    """What is left of the copies `rows` without all dimensions but the innermost, in row-major order.
+    """Unrolls all dimensions but the innermost of the copies `rows`, in row-major order, into r copies.
 
-    (r,) the copy of each, and (r, 2) the element at which it starts on both sides.
+    Gives the old copy (r,) of each, and the element (r, 2) at which it starts on both sides.
     """
     count = copies.size[rows, :-1].prod(axis=1)
     copy = np.repeat(rows, count)
@@ -77,9 +79,8 @@ def unroll(copies: StridedCopies, rows: IntArray) -> tuple[IntArray, IntArray]:
 def join(copies: StridedCopies) -> StridedCopies:
     """The same copies in fewer rows.
 
-    First each box loses the dimensions that are no steps of their own on either side. Then rows that continue the one
-    before on both sides are appended to it, and rows of one shape at even distances become one row with a dimension
-    more.
+    First, dimensions that continue each other on both sides are merged. Then a row that continues the one before on
+    both sides is appended to it. Rows of one shape at even distances become one row with a dimension more.
     """
     if not len(copies):
         return copies
@@ -87,7 +88,7 @@ def join(copies: StridedCopies) -> StridedCopies:
 
 
 def _collapse(copies: StridedCopies) -> StridedCopies:
-    """Merges dimensions; the rest is right-aligned, with one free column before it for a dimension to come."""
+    """Merges dimensions, and aligns them to the right behind one free column, for a dimension to come."""
     k, width = copies.size.shape
     size = np.ones((k, width + 1), dtype=np.int64)
     stride = np.ones((k, width + 1, 2), dtype=np.int64)
@@ -96,20 +97,20 @@ def _collapse(copies: StridedCopies) -> StridedCopies:
     fresh = np.ones(k, dtype=bool)
     rows = np.arange(k)
     for d in reversed(range(width)):
-        live = copies.size[:, d] != 1
+        steps = copies.size[:, d] != 1
         reach = size[rows, top][:, None] * stride[rows, top]
-        merge = live & ~fresh & (copies.stride[:, d] == reach).all(axis=1)
+        merge = steps & ~fresh & (copies.stride[:, d] == reach).all(axis=1)
         size[rows[merge], top[merge]] *= copies.size[merge, d]
-        place = live & ~merge
-        top = np.where(place & ~fresh, top - 1, top)
-        size[rows[place], top[place]] = copies.size[place, d]
-        stride[rows[place], top[place]] = copies.stride[place, d]
-        fresh &= ~live
+        opens = steps & ~merge
+        top = np.where(opens & ~fresh, top - 1, top)
+        size[rows[opens], top[opens]] = copies.size[opens, d]
+        stride[rows[opens], top[opens]] = copies.stride[opens, d]
+        fresh &= ~steps
     return StridedCopies(copies.group, size, copies.base, copies.start, stride)
 
 
 def _join_adjacent(copies: StridedCopies) -> StridedCopies:
-    """Rows alike but for the length of their outermost dimension, each beginning where the one before ends."""
+    """Joins rows that differ only in the length of their outermost dimension and begin where the one before ends."""
     k, width = copies.size.shape
     outer = np.minimum((copies.size != 1).argmax(axis=1), width - 1)
     outer = np.where((copies.size == 1).all(axis=1), width - 1, outer)
@@ -126,32 +127,32 @@ def _join_adjacent(copies: StridedCopies) -> StridedCopies:
 
 
 def _join_even(copies: StridedCopies) -> StridedCopies:
-    """Rows of one shape whose distance, on both sides, is that of the two rows before."""
+    """Joins rows of one shape whose distance, on both sides, is that of the two rows before."""
     k = len(copies)
     distance = np.zeros((k, 2), dtype=np.int64)
     distance[1:] = np.diff(copies.start, axis=0)
-    alike = np.zeros(k, dtype=bool)
-    alike[1:] = _same(copies.group, copies.base, copies.size, copies.stride) & (distance[1:] > 0).all(axis=1)
+    match = np.zeros(k, dtype=bool)
+    match[1:] = _same(copies.group, copies.base, copies.size, copies.stride) & (distance[1:] > 0).all(axis=1)
     turns = np.zeros(k, dtype=bool)
-    turns[1:] = alike[1:] & alike[:-1] & (distance[1:] != distance[:-1]).any(axis=1)
-    # Where the distance changes a new row begins, and takes its own distance from its second member: so of several
-    # changes in a row every other one counts.
+    turns[1:] = match[1:] & match[:-1] & (distance[1:] != distance[:-1]).any(axis=1)
+    # Where the distance changes a new row begins, and its second member sets its distance. So of several changes one
+    # after the other, every other one counts.
     count = np.cumsum(turns)
     streak = count - np.maximum.accumulate(np.where(turns, 0, count))
-    first = np.flatnonzero(~alike | (turns & (streak % 2 == 1)))
+    first = np.flatnonzero(~match | (turns & (streak % 2 == 1)))
     members = np.diff(np.append(first, k))
     size, stride = copies.size[first], copies.stride[first]
     second = np.minimum(first + 1, k - 1)
-    several = members > 1
+    is_run = members > 1
     # _collapse left the outermost column free.
-    size[several, 0] = members[several]
-    stride[several, 0] = distance[second][several]
+    size[is_run, 0] = members[is_run]
+    stride[is_run, 0] = distance[second][is_run]
     return StridedCopies(copies.group[first], size, copies.base[first], copies.start[first], stride)
 
 
 def _same(*columns: IntArray) -> BoolArray:
-    """(k - 1,) whether each row equals the one before it in all columns."""
-    same = np.ones(len(columns[0]) - 1, dtype=bool)
+    """Mask (k - 1,) of rows that equal the one before in all columns."""
+    mask = np.ones(len(columns[0]) - 1, dtype=bool)
     for column in columns:
-        same &= (column[1:] == column[:-1]).all(axis=tuple(range(1, column.ndim)))
-    return same
+        mask &= (column[1:] == column[:-1]).all(axis=tuple(range(1, column.ndim)))
+    return mask

@@ -1,4 +1,4 @@
-"""GPU memory that processes of one host share, by CUDA IPC. The counterpart of `shared_memory` for GPUs.
+"""GPU memory that processes of one host share, by CUDA IPC. The counterpart of `host_memory` for GPUs.
 
 Handles are those of torch (2.13, `torch/multiprocessing/reductions.py`), carried as plain numbers and bytes. Between
 GPUs of a host the reader needs peer access. Never run so far: there was no GPU.
@@ -17,7 +17,7 @@ from weightcast.transfer.errors import TransferError
 __all__ = ["open_segment", "reachable", "segment_of", "uuid_of"]
 
 _FIELDS = 7
-"""What `_share_cuda_` says after the device: handle, bytes, offset, counter and its offset, event and its flag."""
+"""Values of `_share_cuda_` after the device: handle, bytes, offset, counter and its offset, event and its flag."""
 
 
 def uuid_of(device: torch.device) -> str:
@@ -28,16 +28,17 @@ def uuid_of(device: torch.device) -> str:
 def reachable(device: torch.device) -> tuple[str, ...]:
     """UUIDs of the GPUs whose memory `device` can read: itself, and those with peer access."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    others = range(torch.cuda.device_count())
+    indices = range(torch.cuda.device_count())
     return tuple(
-        uuid_of(torch.device("cuda", i)) for i in others if i == index or torch.cuda.can_device_access_peer(index, i)
+        uuid_of(torch.device("cuda", i)) for i in indices if i == index or torch.cuda.can_device_access_peer(index, i)
     )
 
 
 def segment_of(storage: torch.UntypedStorage) -> tuple[Segment, int]:
-    """The segment that is this storage, for one reader, and 0, the storage's first byte in it.
+    """The segment that is this storage, for one importer, and 0, the storage's first byte in it.
 
-    torch keeps the memory of a storage that was freed until the reader has let go of it, which it counts for each call.
+    torch keeps the memory of a storage that was freed until the importer has let go of it, which it counts for each
+    call.
     """
     share: Any = storage
     _, *fields = share._share_cuda_()
@@ -54,9 +55,9 @@ def open_segment(segment: Segment) -> torch.Tensor:
     fields = msgpack.unpackb(segment.key)
     if not isinstance(fields, list) or len(fields) != _FIELDS or fields[1] != segment.nbytes:
         raise TransferError(f"the handle of {segment.nbytes} bytes on GPU {segment.device} is not one of this torch")
-    opened: Any = torch.UntypedStorage
+    storage_type: Any = torch.UntypedStorage
     try:
-        storage = opened._new_shared_cuda(numbers[0], *fields)
+        storage = storage_type._new_shared_cuda(numbers[0], *fields)
     except RuntimeError as error:
         raise TransferError(
             f"cannot open {segment.nbytes} bytes on GPU {segment.device}: {' '.join(str(error).split())}; was it freed?"

@@ -1,4 +1,5 @@
-"""What a trainer rank lends to ranks of its host: the memory of its weights, or a buffer into which it packs them."""
+"""Memory that a trainer rank exports to ranks of its host: that of its weights, or a buffer into which it packs
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ __all__ = ["Staging", "in_place_offer", "make_staging", "only_rows", "open_segme
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """A buffer that readers open, the rounds in which it is filled, and the offer for each reader."""
+    """A buffer that importers open, the rounds in which it is filled, and the offer for each importer."""
 
     buffer: torch.Tensor
     rounds: list[Round]
@@ -37,9 +38,10 @@ def only_rows(part: RankPart, rows: IntArray) -> RankPart:
 
 
 def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray], device: torch.device) -> Staging:
-    """Messages as between hosts, but their bytes stay where they were packed. Within `part.bucket_bytes`, as those."""
-    lent = only_rows(part, np.sort(np.concatenate(list(rows.values()))))
-    traffic = find_traffic(lent, layout, device, staged=True)
+    """Makes a buffer for messages as between hosts, which importers unpack there. It has at most
+    `part.bucket_bytes`."""
+    shared_part = only_rows(part, np.sort(np.concatenate(list(rows.values()))))
+    traffic = find_traffic(shared_part, layout, device, staged=True)
     nbytes, places = place_messages(traffic)
     buffer = (
         shared_memory.allocate(nbytes) if device.type == CPU else torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -51,7 +53,7 @@ def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray
     offers = {}
     for peer in rows:
         start = places[traffic.peer == peer]
-        one = np.ones((len(start), 1), dtype=np.int64)
+        unit_stride = np.ones((len(start), 1), dtype=np.int64)
         offers[peer] = Offer(
             staged=True,
             segments=(segment,),
@@ -61,25 +63,25 @@ def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray
             dtype=np.array([dtype_code("uint8")]),
             base=np.zeros_like(start),
             start=start,
-            stride=one,
+            stride=unit_stride,
         )
     return Staging(buffer, rounds, offers)
 
 
 def in_place_offer(part: RankPart, layout: RankLayout, rows: IntArray) -> Offer:
-    """Where the boxes of `rows` lie in this rank's own memory. Raises TransferError when that is not shared."""
+    """The offer of the boxes of `rows` in this rank's own memory. Raises TransferError when that is not shared."""
     ops = part.operations
     base, start, stride, _ = in_memory(layout, ops.src_region[rows], ops.offset[rows], ops.size[rows])
-    used, base = np.unique(base, return_inverse=True)
+    bases, base = np.unique(base, return_inverse=True)
     places: list[tuple[int, int, int, int]] = []
     segments: dict[Segment, int] = {}
-    lent: dict[int, tuple[Segment, int]] = {}
-    for number in used.tolist():
+    segment_at: dict[int, tuple[Segment, int]] = {}
+    for number in bases.tolist():
         flat = layout.memory.bases[number]
         storage = flat.untyped_storage()
-        if storage.data_ptr() not in lent:
-            lent[storage.data_ptr()] = segment_of(storage)
-        segment, first = lent[storage.data_ptr()]
+        if storage.data_ptr() not in segment_at:
+            segment_at[storage.data_ptr()] = segment_of(storage)
+        segment, first = segment_at[storage.data_ptr()]
         index = segments.setdefault(segment, len(segments))
         places.append((index, first, flat.numel(), dtype_code(from_torch(flat.dtype))))
     columns = np.array(places, dtype=np.int64).reshape(-1, 4).T

@@ -1,13 +1,13 @@
 """Memory that processes of one host share, without a name: a memfd, which ends with its last user whatever happens.
 
 The owner moves storages of tensors into one such segment, in place: every view of them stays valid. A reader opens it
-through the owner's `/proc/PID/fd`, checks that it is the file that was meant, and maps it for reading only, so that it
-cannot harm what it reads. Both have to be in one PID namespace, and the reader must be allowed to look into the owner's
-process: the same user is.
+through the owner's `/proc/PID/fd` and checks that it is the file that was meant. It maps the file for reading only, so
+that it cannot harm what it reads. Both have to be in one PID namespace, and the reader must be allowed to look into the
+owner's process: the same user is.
 
-    layout = share_memory(source.describe())          # the owner; again after each describe
-    segment, first = segment_of(storage)               # what it hands out
-    window = open_segment(segment)                     # a reader: `window.tensor`, all bytes
+    layout = share_memory(source.describe())    # the owner; again after each describe
+    segment, first = segment_of(storage)        # the owner hands these out
+    window = open_segment(segment)              # a reader: all bytes, as uint8
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class _Span:
             _finally(self, _give_back, mapping, first, -(-nbytes // _PAGE) * _PAGE)
 
     def tensor(self) -> torch.Tensor:
-        """(nbytes,) uint8."""
+        """The bytes of the span, (nbytes,) uint8."""
         array: npt.NDArray[np.uint8] = np.asarray(self)
         return torch.from_numpy(array)
 
 
 def _finally(of: object, act: Callable[..., None], *arguments: object) -> None:
-    """Not at the exit of the process, where something may still use the memory; what is left then ends with it."""
+    """Calls `act` when `of` is gone. It is not called at the exit of the process, where something may still use the
+    memory; what is left then ends with the process."""
     weakref.finalize(of, act, *arguments).atexit = False
 
 
@@ -85,9 +86,9 @@ class Arena:
         with suppress(OSError):  # where the system has them for shared memory
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        found = os.fstat(self._descriptor)
-        self.segment = Segment(CPU, nbytes, _KEY.pack(os.getpid(), self._descriptor, found.st_dev, found.st_ino))
-        """What a reader needs to open it."""
+        status = os.fstat(self._descriptor)
+        self.segment = Segment(CPU, nbytes, _KEY.pack(os.getpid(), self._descriptor, status.st_dev, status.st_ino))
+        """The segment by which a reader opens it."""
 
     def span(self, first: int, nbytes: int) -> _Span:
         """A page-aligned part; its pages are given back when it is dropped."""
@@ -95,25 +96,25 @@ class Arena:
 
 
 def share_memory(layout: RankLayout) -> RankLayout:
-    """Moves the storages of a layout into shared memory, those that are not there yet, and returns it as it lies now.
+    """Moves the storages of a layout into shared memory unless they are there, and returns the layout as it lies now.
 
     Tensors and views keep their storages, whose memory is another one from here on; they cannot be resized any more.
     One storage is copied at a time. Storages of other devices stay where they are. Raises TransferError.
     """
     with _moving:
         storages = [base.untyped_storage() for base in layout.memory.bases]
-        missing: dict[int, torch.UntypedStorage] = {}
+        candidates: dict[int, torch.UntypedStorage] = {}
         for storage in storages:
             if storage.device.type != CPU or not storage.nbytes() or storage.data_ptr() in _shared:
                 continue
-            known = missing.setdefault(storage.data_ptr(), storage)
-            if known._cdata != storage._cdata:
+            first = candidates.setdefault(storage.data_ptr(), storage)
+            if first._cdata != storage._cdata:
                 raise TransferError(
                     f"two storages lie at the same address ({storage.nbytes()} bytes): moved into shared memory they "
                     "would be two; use staging"
                 )
-        if missing:
-            _move(list(missing.values()))
+        if candidates:
+            _move(list(candidates.values()))
     address = np.array([b.untyped_storage().data_ptr() for b in layout.memory.bases], dtype=np.int64)
     return replace(layout, memory=replace(layout.memory, address=address))
 
@@ -167,11 +168,11 @@ def open_segment(segment: Segment) -> torch.Tensor:
             "PID namespace; else do not share memory"
         ) from error
     try:
-        found = os.fstat(descriptor)
-        if (found.st_dev, found.st_ino, found.st_size) != (device, inode, segment.nbytes):
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino, status.st_size) != (device, inode, segment.nbytes):
             raise TransferError(
                 f"the memory of process {owner} was freed: expected file {device}:{inode} of {segment.nbytes} bytes, "
-                f"found {found.st_dev}:{found.st_ino} of {found.st_size}; connect again"
+                f"found {status.st_dev}:{status.st_ino} of {status.st_size}; connect again"
             )
         # Populated at once: page by page the first update would be ten times slower.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE

@@ -1,8 +1,8 @@
 """Copies out of another process's memory into this rank's, prepared like the rounds of messages.
 
-What keeps its dtype goes from parameter to parameter in one copy. What is cast is packed first, by the same calls by
-which the sender would pack it, so that the bits are the same; a message at a time, in memory that stays in the cache.
-From a staging buffer messages are unpacked as if they had arrived.
+A box that keeps its dtype goes from parameter to parameter in one copy. A box that is cast is packed first, by
+the calls that the sender would use, so that the bits are the same. That takes a message at a time, in memory that stays
+in the cache. From a staging buffer messages are unpacked as if they had arrived.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weightcast.transfer.plan.operations import RankPart
 __all__ = ["Reading"]
 
 _CAST_BYTES = 1 << 20
-"""Bytes that are cast at a time: what was just packed is still in the CPU's cache when it is unpacked."""
+"""Bytes that are cast at a time: packed bytes are still in the CPU's cache when they are unpacked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,8 @@ class Reading:
     def prepare(
         self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
     ) -> list[CopyBatch]:
-        """What brings operations `rows` from where an offer says that they are: in place the copies in order, of a
-        staged offer those of each round. Raises PlanError when the offer does not fit the plan.
-        """
+        """Copies for operations `rows` from the memory of an offer: in place all in order, staged those of each round.
+        Raises PlanError when the offer does not fit the plan."""
         if not self._scratch.nbytes:
             self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
         with torch.no_grad():
@@ -89,7 +88,7 @@ class Reading:
         return [step.unpack for step in rounds]
 
     def _ends(self, rows: IntArray, offer: Offer) -> _Ends:
-        """The boxes that are not empty."""
+        """The boxes of `rows` that are not empty."""
         ops = self._part.operations
         base, start, stride, size = in_memory(self._layout, ops.dst_region[rows], ops.offset[rows], ops.size[rows])
         width = max(stride.shape[1], offer.stride.shape[1])
@@ -103,16 +102,16 @@ class Reading:
         return ends.take(size.prod(axis=1) > 0)
 
     def _in_place(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
-        targets, direct = self._layout.memory.bases, CopyBatch()
+        targets, batch = self._layout.memory.bases, CopyBatch()
         kinds = [np.array([t.dtype for t in side] + [None], dtype=object)[ends.base[:, i]]
                  for i, side in enumerate((sources, targets))]  # fmt: skip
-        kept = np.asarray(kinds[0] == kinds[1], dtype=bool)
-        alike = ends.take(kept)
-        alike = alike.take(shape_order(alike.size))
-        group = np.zeros(len(alike.wire), dtype=np.int64)
-        copies = join(StridedCopies(group, alike.size, alike.base, alike.start, alike.stride))
-        make_copies(copies, (sources, targets), None, [direct], np.zeros(len(copies), dtype=np.int64), self._scratch)
-        return [direct, *self._cast(ends.take(~kept), sources)]
+        dtype_match = np.asarray(kinds[0] == kinds[1], dtype=bool)
+        boxes = ends.take(dtype_match)
+        boxes = boxes.take(shape_order(boxes.size))
+        group = np.zeros(len(boxes.wire), dtype=np.int64)
+        copies = join(StridedCopies(group, boxes.size, boxes.base, boxes.start, boxes.stride))
+        make_copies(copies, (sources, targets), None, [batch], np.zeros(len(copies), dtype=np.int64), self._scratch)
+        return [batch, *self._cast(ends.take(~dtype_match), sources)]
 
     def _cast(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
         """For each message a batch that packs it and one that unpacks it."""
@@ -121,13 +120,13 @@ class Reading:
         if not self._staging.nbytes:
             nbytes = min(self._part.bucket_bytes, _CAST_BYTES)
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        made = cut_messages(ends.size, ends.wire, self._staging.nbytes)
-        columns = made.nbytes.tolist(), made.dtype.tolist()
+        pieces = cut_messages(ends.size, ends.wire, self._staging.nbytes)
+        columns = pieces.nbytes.tolist(), pieces.dtype.tolist()
         messages = [self._staging[:n].view(to_torch(dtype_name(code))) for n, code in zip(*columns, strict=True)]
         batches = [CopyBatch() for _ in range(2 * len(messages))]
-        packing = _between(ends, made.box, made.offset, made.size, made.message, made.start, 0)
+        packing = _between(ends, pieces.box, pieces.offset, pieces.size, pieces.message, pieces.start, 0)
         make_copies(packing, (sources, messages), 1, batches[::2], packing.group, self._scratch)
-        unpacking = _between(ends, made.box, made.offset, made.size, made.message, made.start, 1).turned()
+        unpacking = _between(ends, pieces.box, pieces.offset, pieces.size, pieces.message, pieces.start, 1).turned()
         memory = self._layout.memory.bases
         make_copies(unpacking, (messages, memory), 0, batches[1::2], unpacking.group, self._scratch)
         return batches
@@ -152,8 +151,8 @@ def _between(
 def _bases(offer: Offer, opened: Mapping[Segment, torch.Tensor]) -> list[torch.Tensor]:
     """The flat tensors of an offer's bases."""
     columns = (offer.segment, offer.first, offer.elements, offer.dtype)
-    found = []
+    tensors = []
     for segment, first, elements, code in zip(*(c.tolist() for c in columns), strict=True):
         memory = opened[offer.segments[segment]]
-        found.append(memory[first : first + elements * int(ITEMSIZE[code])].view(to_torch(dtype_name(code))))
-    return found
+        tensors.append(memory[first : first + elements * int(ITEMSIZE[code])].view(to_torch(dtype_name(code))))
+    return tensors

@@ -1,7 +1,7 @@
-"""What a trainer rank hands to a rank of the same host: which memory to open, and where in it its boxes lie.
+"""Offers of a trainer rank to a rank of the same host: the memory to open, and the places of its boxes there.
 
-An offer is one frame of columns (`frames`), sent over the communicator of the instance. Reading trusts nothing: a box
-outside its memory is refused before anybody reads it.
+An offer is one frame of columns (`wire.frames`), sent over the communicator of the instance. Reading trusts nothing: a
+box outside its memory is refused before anybody reads it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ __all__ = ["MAX_OFFER_BYTES", "Offer", "Share", "decode_offer", "encode_offer", 
 MAX_OFFER_BYTES = 64 << 20
 
 Share: TypeAlias = Literal["in_place", "staged"] | None
-"""What a trainer rank lends to ranks of its host: its weights where they lie, a buffer into which it packs them, or
-nothing.
-"""
+"""Memory that a trainer rank exports: its weights where they lie, a buffer into which it packs them, or none."""
 
 _VERSION, _KIND = 1, 4
 _MAX = (1 << 62) - 1
@@ -35,7 +33,7 @@ _MAX = (1 << 62) - 1
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Segments, bases in them, and where in the bases lie the k boxes that a rank is to read, in the plan's order.
+    """Segments, bases in them, and the places in the bases of the k boxes that a rank is to read, in the plan's order.
 
     Of bases: `segment` (b,), `first` (b,) byte in it, `elements` (b,), `dtype` (b,) code. Of boxes: `base` (k,),
     `start` (k,) and `stride` (k, D) in elements. In a staged offer a box is a whole message: base 0, bytes, stride 1.
@@ -52,15 +50,15 @@ class Offer:
     stride: IntArray
 
     def check(self, size: IntArray, where: str) -> None:
-        """Every box of `size` (k, D) is inside its base. Raises PlanError; `where` says whose offer to whom."""
+        """Checks that each box of `size` (k, D) is inside its base; `where` names the offer. Raises PlanError."""
         if self.base.shape[0] != size.shape[0]:
             raise PlanError(f"{where} offers {self.base.shape[0]} boxes, the plan has {size.shape[0]}; connect again")
         width = max(size.shape[1], self.stride.shape[1])
         reach = (pad_boxes(size, width, 1) - 1).astype(np.float64) * pad_boxes(self.stride, width, 0)
         last = self.start + reach.sum(axis=1)  # in floating point, where nothing wraps around
-        bad = (size.prod(axis=1) > 0) & (last >= self.elements[self.base])
-        if bad.any():
-            row = int(bad.argmax())
+        fault = (size.prod(axis=1) > 0) & (last >= self.elements[self.base])
+        if fault.any():
+            row = int(fault.argmax())
             raise PlanError(
                 f"{where} offers box {row} up to element {int(last[row])} of "
                 f"{int(self.elements[self.base[row]])}; nothing outside a storage is read"
@@ -73,7 +71,7 @@ def generation_of(frame: bytes) -> int:
 
 
 def encode_offer(offer: Offer) -> bytes:
-    """One frame."""
+    """Encodes an offer as one frame."""
     w = FrameWriter(_VERSION, _KIND)
     w.field("staged", offer.staged)
     w.strings("device", tuple(s.device for s in offer.segments))
@@ -106,12 +104,12 @@ def decode_offer(data: bytes) -> Offer:
     segment, first, elements, dtype = (r.column(name, bases) for name in ("segment", "first", "elements", "dtype"))
     base, start = r.column("base", boxes), r.column("start", boxes)
     stride = r.matrix("stride", boxes, r.width("stride"))
-    for name, column, most in (
+    for name, column, limit in (
         ("segment", segment, len(segments) - 1), ("first", first, _MAX), ("elements", elements, _MAX >> 4),
         ("dtype", dtype, len(NAMES) - 1), ("base", base, bases - 1), ("start", start, _MAX >> 4),
         ("stride", stride, 1 << 40),
     ):  # fmt: skip
-        _check(r, name, column, most)
+        _check(r, name, column, limit)
     if (first + elements * ITEMSIZE[dtype] > nbytes[segment]).any() or (first % ITEMSIZE[dtype]).any():
         raise r.error("has a base that is not inside its segment")
     r.finish()

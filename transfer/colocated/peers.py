@@ -1,7 +1,7 @@
-"""Which members of a communicator can read the memory of which: found out by the members, over the communicator.
+"""Neighbours: the members of a communicator that can read each other's memory. They find out over the communicator.
 
-Each says where it is: the machine and its process namespace, the device of its memory, the devices that it can open.
-A sender that shares its memory and a receiver that can open it move their boxes through memory; all other pairs send
+Each says where it is: the machine and its process namespace, the device of its memory, the devices that it can open. A
+sender that shares its memory and a receiver that can open it move their boxes through memory. All other pairs send
 messages. Both ends see the same two answers, so they agree.
 """
 
@@ -30,9 +30,10 @@ _ANSWER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is. `host` is equal for processes that can open each other's memory, empty for one that shares none.
+    """The place of a rank, as seen by ranks that may share memory with it.
 
-    `device` is where its weights lie, "cpu" or the UUID of a GPU; `opens` are the devices whose memory it can open.
+    `host` is equal for processes that can open each other's memory, empty for one that shares none. `device` is where
+    its weights lie, "cpu" or the UUID of a GPU; `opens` are the devices whose memory it can open.
     """
 
     host: str
@@ -40,16 +41,16 @@ class Place:
     opens: tuple[str, ...] = (CPU,)
 
     def can_read(self, other: Place) -> bool:
-        """Whether a rank here can open the memory of one there."""
+        """True if a rank here can open the memory of one there."""
         return bool(self.host) and self.host == other.host and other.device in self.opens
 
 
 NOWHERE = Place("")
-"""Of a rank that lends nothing."""
+"""The place of a rank that exports nothing."""
 
 
 def device_of(layout: RankLayout) -> torch.device:
-    """Where the weights of a rank lie; the CPU for a rank that has none."""
+    """The device of the weights of a rank; the CPU for a rank that has none."""
     return next((base.device for base in layout.memory.bases), torch.device(CPU))
 
 
@@ -68,8 +69,8 @@ def here(device: torch.device) -> Place:
 class Neighbours:
     """The peers of a rank, by group rank, with which it shares memory, and what they know of one another so far.
 
-    `staged` says that this sender lends a staging buffer instead of its weights. `told` is the generation of the offer
-    that each reader has; `offers` the generation and offer of each sender, `opened` the segments of all.
+    `staged` says that this sender exports a staging buffer instead of its weights. `told` is the generation of the
+    offer that each importer has; `offers` the generation and offer of each sender, `opened` the segments of all.
     """
 
     peers: frozenset[int] = frozenset()
@@ -88,9 +89,9 @@ class Neighbours:
 def find_neighbours(
     group: Communicator, part: RankPart, layout: RankLayout, share: Share, deadline: Deadline
 ) -> Neighbours:
-    """`meet_neighbours` for a rank where it is; `share` says what a trainer rank lends."""
-    silent = part.is_trainer and share is None
-    return meet_neighbours(group, part, NOWHERE if silent else here(device_of(layout)), deadline, share == "staged")
+    """Finds neighbours by `meet_neighbours` for a rank where it is; `share` says what a trainer rank exports."""
+    is_silent = part.is_trainer and share is None
+    return meet_neighbours(group, part, NOWHERE if is_silent else here(device_of(layout)), deadline, share == "staged")
 
 
 def meet_neighbours(
@@ -98,36 +99,36 @@ def meet_neighbours(
 ) -> Neighbours:
     """Asks every member of the other side where it is. Every member has to call it, right after it joined."""
     senders = len(part.trainer_ranks)
-    others = list(range(senders, group.size)) if part.is_trainer else list(range(senders))
-    mine = _answer(place, group.device)
-    answers = [torch.empty(_ANSWER_BYTES, dtype=torch.uint8, device=group.device) for _ in others]
-    group.post([(peer, mine) for peer in others], list(zip(others, answers, strict=True))).wait(deadline)
+    members = list(range(senders, group.size)) if part.is_trainer else list(range(senders))
+    message = _answer(place, group.device)
+    answers = [torch.empty(_ANSWER_BYTES, dtype=torch.uint8, device=group.device) for _ in members]
+    group.post([(peer, message) for peer in members], list(zip(members, answers, strict=True))).wait(deadline)
     peers = set()
-    for peer, answer in zip(others, answers, strict=True):
-        theirs = _read(answer, peer)
-        lender, reader = (place, theirs) if part.is_trainer else (theirs, place)
-        if reader.can_read(lender):
+    for peer, answer in zip(members, answers, strict=True):
+        peer_place = _read(answer, peer)
+        exporter, importer = (place, peer_place) if part.is_trainer else (peer_place, place)
+        if importer.can_read(exporter):
             peers.add(peer)
     return Neighbours(frozenset(peers), staged)
 
 
 def _answer(place: Place, device: torch.device) -> torch.Tensor:
-    packed = msgpack.packb(asdict(place))
-    if len(packed) > _ANSWER_BYTES:
+    payload = msgpack.packb(asdict(place))
+    if len(payload) > _ANSWER_BYTES:
         raise WireError(
             f"this rank can open {len(place.opens)} devices, too many for an answer of {_ANSWER_BYTES} bytes"
         )
-    return torch.frombuffer(bytearray(packed.ljust(_ANSWER_BYTES, b"\0")), dtype=torch.uint8).to(device)
+    return torch.frombuffer(bytearray(payload.ljust(_ANSWER_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
 def _read(answer: torch.Tensor, peer: int) -> Place:
     unpacker = msgpack.Unpacker(max_buffer_size=_ANSWER_BYTES)
     unpacker.feed(bytes(answer.cpu().numpy()))
     try:
-        found = unpacker.unpack()
-        place = Place(str(found["host"]), str(found["device"]), tuple(str(d) for d in found["opens"]))
+        fields = unpacker.unpack()
+        peer_place = Place(str(fields["host"]), str(fields["device"]), tuple(str(d) for d in fields["opens"]))
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise WireError(
             f"member {peer} did not say where it is: {error}; run the same weightcast on all sides"
         ) from None
-    return place
+    return peer_place

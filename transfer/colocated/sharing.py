@@ -1,17 +1,17 @@
 """Boxes that do not travel: a rank of an instance reads them where a trainer rank of its host has them.
 
-Only small numbers go over the communicator, in this order for every such pair:
+    exporter -> importer   generation of its offer, bytes of the offer (0 where the importer has it), then those bytes
+    (staged only)          exporter -> importer   number of a round, when it is packed
+                           importer -> exporter   the same, when unpacked; its part of the buffer may be filled again
+    importer -> exporter   the generation again, when everything was read
+    exporter -> importer   1 when its memory lay still in the meantime, 0 when it moved
 
-    lender -> reader   generation of its offer, bytes of the offer (0 where the reader has it), then those bytes
-    (staged only)      lender -> reader   number of a round, when it is packed
-                       reader -> lender   the same, when it is unpacked; its part of the buffer may be filled again
-    reader -> lender   the generation again, when everything was read
-    lender -> reader   1 when its memory lay still in the meantime, 0 when it moved
+Only these go over the communicator, in this order for every such pair. So nobody reads before the exporter has said
+that its weights stand, and the exporter changes them only after everyone has read. A read of memory that was moved or
+freed meanwhile is an error on both sides.
 
-So nobody reads before the lender has said that its weights stand, the lender changes them only after everyone has read,
-and what was read from memory that was moved or freed meanwhile is an error on both sides. All of it is bounded by the
-deadline of the run, and a peer that dies is noticed by the communicator. What a lender waits for in one round needs
-nothing of a later one, as with messages, so no order of peers can deadlock.
+The deadline of the run bounds all of it, and the communicator notices a peer that dies. An exporter waits in one round
+for nothing that needs a later one, as with messages, so no order of peers can deadlock.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def share(
 
 
 class _End:
-    """What both ends have.
+    """The parts that both ends have in common.
 
-    `left` is the part without what does not travel, `nbytes` the bytes that do not, in the dtypes in which they arrive.
+    `left` is the part with the operations that travel, `nbytes` the bytes of the others, in the dtypes in which they
+    arrive.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class _End:
         self._device = device_of(layout)
         self._labels = [f"{part.instance}: {label}" for label in labels]
         peer = _peers(part)
-        found = {number: np.flatnonzero(peer == number) for number in sorted(neighbours.peers)}
-        self._rows = {number: rows for number, rows in found.items() if len(rows)}
-        shared = np.isin(peer, list(self._rows))
+        peer_rows = {number: np.flatnonzero(peer == number) for number in sorted(neighbours.peers)}
+        self._rows = {number: rows for number, rows in peer_rows.items() if len(rows)}
+        mask = np.isin(peer, list(self._rows))
         nbytes = part.operations.size.prod(axis=1) * ITEMSIZE[part.wire_dtype]
-        self.nbytes = int(nbytes[shared].sum())
-        self.left = part.take(np.flatnonzero(~shared))
+        self.nbytes = int(nbytes[mask].sum())
+        self.left = part.take(np.flatnonzero(~mask))
         if self._rows:
             check_operations(part, layout)
 
@@ -80,21 +81,21 @@ class _End:
         return self._group.post([(peer, message)], [])
 
     def _hear(self, peers: Iterable[int], count: int, deadline: Deadline) -> Iterator[tuple[int, list[int]]]:
-        """Each peer and its `count` numbers, in order."""
-        heard = {peer: torch.empty(8 * count, dtype=torch.uint8, device=self._group.device) for peer in peers}
-        posted = {peer: self._group.post([], [(peer, message)]) for peer, message in heard.items()}
-        for peer, exchange in posted.items():
+        """Receives `count` numbers from each peer; yields each peer and its numbers, in order."""
+        messages = {peer: torch.empty(8 * count, dtype=torch.uint8, device=self._group.device) for peer in peers}
+        exchanges = {peer: self._group.post([], [(peer, message)]) for peer, message in messages.items()}
+        for peer, exchange in exchanges.items():
             exchange.wait(deadline)
-            yield peer, heard[peer].cpu().view(torch.int64).tolist()
+            yield peer, messages[peer].cpu().view(torch.int64).tolist()
 
     def _expect(self, peers: Iterable[int], number: int, deadline: Deadline) -> None:
         """Waits until each peer has said `number`."""
-        for peer, (found,) in self._hear(peers, 1, deadline):
-            if found != number:
-                raise TransferError(f"{self._labels[peer]} said {found}, expected {number}; connect again")
+        for peer, (word,) in self._hear(peers, 1, deadline):
+            if word != number:
+                raise TransferError(f"{self._labels[peer]} said {word}, expected {number}; connect again")
 
     def _settle(self) -> None:
-        """Waits for what this process has given to a GPU: other processes do not see its streams."""
+        """Waits for the work that this process has given to a GPU: other processes do not see its streams."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -114,7 +115,7 @@ def _peers(part: RankPart) -> IntArray:
 
 
 class Lender(_End):
-    """A trainer rank that lets others read its memory, or a buffer into which it packs."""
+    """The exporter: a trainer rank that lets others read its memory, or a buffer into which it packs."""
 
     def __init__(
         self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
@@ -135,48 +136,48 @@ class Lender(_End):
         return 0 if self._staging is None else self._staging.buffer.nbytes
 
     def begin(self, deadline: Deadline) -> None:
-        """Tells every reader from where it may read; with staging, packs for them until they have all."""
-        told = self._neighbours.told
+        """Tells every importer from where it may read; with staging, packs for them until they have all."""
+        generations = self._neighbours.told
         self._settle()
-        posted: list[Exchange] = []
+        exchanges: list[Exchange] = []
         for peer, (generation, frame) in self._frames.items():
-            news = b"" if told.get(peer) == generation else frame
-            posted += self._tell([peer], generation, len(news))
+            news = b"" if generations.get(peer) == generation else frame
+            exchanges += self._tell([peer], generation, len(news))
             if news:
-                posted.append(self._send(peer, news))
-            told[peer] = generation
+                exchanges.append(self._send(peer, news))
+            generations[peer] = generation
         if self._staging is not None:
-            posted += self._pack(self._staging.rounds, deadline)
-        _wait(posted, deadline)
+            exchanges += self._pack(self._staging.rounds, deadline)
+        _wait(exchanges, deadline)
 
     def _pack(self, rounds: list[Round], deadline: Deadline) -> list[Exchange]:
-        posted: list[Exchange] = []
-        readers = [sorted({peer for peer, _ in step.sends}) for step in rounds]
+        exchanges: list[Exchange] = []
+        importers = [sorted({peer for peer, _ in step.sends}) for step in rounds]
         for number in range(len(rounds) + IN_FLIGHT):
             if number >= IN_FLIGHT:
-                self._expect(readers[number - IN_FLIGHT], number - IN_FLIGHT, deadline)
+                self._expect(importers[number - IN_FLIGHT], number - IN_FLIGHT, deadline)
             if number < len(rounds):
                 rounds[number].pack.run()
                 self._settle()
-                posted += self._tell(readers[number], number)
-        return posted
+                exchanges += self._tell(importers[number], number)
+        return exchanges
 
     def finish(self, deadline: Deadline) -> None:
-        """Returns when everybody has read. Raises StalePlanError when the memory moved while they did."""
-        for peer, (found,) in self._hear(self._frames, 1, deadline):
-            if found != self._frames[peer][0]:
+        """Waits until everybody has read. Raises StalePlanError when the memory moved meanwhile."""
+        for peer, (generation,) in self._hear(self._frames, 1, deadline):
+            if generation != self._frames[peer][0]:
                 raise TransferError(f"{self._labels[peer]} read another offer than it was made; connect again")
-        moved = self._layout.memory.moved() if self._frames else []
-        _wait(self._tell(self._frames, _MOVED if moved else _STILL), deadline)
-        if moved:
+        moved_bases = self._layout.memory.moved() if self._frames else []
+        _wait(self._tell(self._frames, _MOVED if moved_bases else _STILL), deadline)
+        if moved_bases:
             raise StalePlanError(
-                f"{len(moved)} storages of this rank were moved or freed while others read them; keep weights where "
-                "they are until the update has ended"
+                f"{len(moved_bases)} storages of this rank were moved or freed while others read them; "
+                "keep weights where they are until the update has ended"
             )
 
 
 class Borrower(_End):
-    """A rank of an instance that reads what trainer ranks of its host lend."""
+    """The importer: a rank of an instance that reads what trainer ranks of its host export."""
 
     def __init__(
         self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
@@ -194,49 +195,49 @@ class Borrower(_End):
         return self._reading.staging_bytes
 
     def begin(self, deadline: Deadline) -> None:
-        """Waits for the word of every lender and reads. Raises TransferError, PlanError, WireError."""
+        """Waits for the word of every exporter and reads. Raises TransferError, PlanError, WireError."""
         generations: dict[int, int] = {}
         for peer, (generation, nbytes) in self._hear(self._rows, 2, deadline):
             generations[peer] = generation
             self._learn(peer, generation, nbytes, deadline)
             for batch in self._batches[peer]:
                 batch.run()
-        posted = self._unpack(deadline)
+        exchanges = self._unpack(deadline)
         self._settle()
-        _wait(posted, deadline)
+        _wait(exchanges, deadline)
         self._read = generations
 
     def _unpack(self, deadline: Deadline) -> list[Exchange]:
-        """Empties the buffers of those who lend one, round by round."""
-        posted: list[Exchange] = []
+        """Empties the buffers of the exporters that have one, round by round."""
+        exchanges: list[Exchange] = []
         for number in range(max(map(len, self._rounds.values()), default=0)):
-            lenders = [peer for peer, rounds in self._rounds.items() if number < len(rounds)]
-            for peer in lenders:
+            exporters = [peer for peer, rounds in self._rounds.items() if number < len(rounds)]
+            for peer in exporters:
                 self._expect([peer], number, deadline)
                 self._rounds[peer][number].run()
                 self._settle()
-                posted += self._tell([peer], number)
-        return posted
+                exchanges += self._tell([peer], number)
+        return exchanges
 
     def finish(self, deadline: Deadline) -> None:
-        """Returns when every lender has said that its memory lay still. Raises StalePlanError when one's did not."""
-        # Not earlier: a lender takes this word when its messages are through, and NCCL keeps what is posted in order.
-        posted = [each for peer, generation in self._read.items() for each in self._tell([peer], generation)]
+        """Waits until every exporter has said that its memory lay still. Raises StalePlanError when one moved."""
+        # Not earlier: an exporter takes this word when its messages are through, and NCCL keeps the order of posts.
+        exchanges = [exchange for peer, generation in self._read.items() for exchange in self._tell([peer], generation)]
         for peer, (word,) in self._hear(self._rows, 1, deadline):
             if word != _STILL:
                 raise StalePlanError(f"{self._labels[peer]}: its memory was moved or freed while it was read")
-        _wait(posted, deadline)
+        _wait(exchanges, deadline)
 
     def _learn(self, peer: int, generation: int, nbytes: int, deadline: Deadline) -> None:
-        """Takes a new offer of a lender, opens what it speaks of, and prepares the copies."""
+        """Takes a new offer of an exporter, opens its segments, and prepares the copies."""
         if nbytes:
             self._take(peer, generation, nbytes, deadline)
-        known = self._neighbours.offers.get(peer)
-        if known is None or known[0] != generation:
+        entry = self._neighbours.offers.get(peer)
+        if entry is None or entry[0] != generation:
             raise TransferError(f"{self._labels[peer]} speaks of memory that this rank has not opened; connect again")
         if self._known.get(peer) == generation:
             return
-        offer, rows = known[1], self._rows[peer]
+        offer, rows = entry[1], self._rows[peer]
         batches = self._reading.prepare(rows, offer, self._neighbours.opened, self._labels[peer])
         self._batches[peer], self._rounds[peer] = ([], batches) if offer.staged else (batches, [])
         self._known[peer] = generation
@@ -248,15 +249,15 @@ class Borrower(_End):
             )
         frame = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
         self._group.post([], [(peer, frame)]).wait(deadline)
-        data = frame.cpu().numpy().tobytes()
-        if generation_of(data) != generation:
+        payload = frame.cpu().numpy().tobytes()
+        if generation_of(payload) != generation:
             raise TransferError(f"{self._labels[peer]} sent another offer than it announced; connect again")
-        offers, opened = self._neighbours.offers, self._neighbours.opened
+        offers, views = self._neighbours.offers, self._neighbours.opened
         # Copies of the old offer keep its memory mapped, so they go first.
         self._batches.pop(peer, None)
         self._rounds.pop(peer, None)
-        offers[peer] = (generation, decode_offer(data))
-        used = {segment for _, offer in offers.values() for segment in offer.segments}
-        for segment in opened.keys() - used:
-            del opened[segment]
-        opened.update((segment, open_segment(segment)) for segment in used - opened.keys())
+        offers[peer] = (generation, decode_offer(payload))
+        segments = {segment for _, offer in offers.values() for segment in offer.segments}
+        for segment in views.keys() - segments:
+            del views[segment]
+        views.update((segment, open_segment(segment)) for segment in segments - views.keys())

@@ -1,7 +1,7 @@
 """Copies inside one process, prepared: from parameters into messages, from messages into parameters, and between slots.
 
-On a CPU, runs of memory are moved many at a time (`runs`); the rest, and everything on a GPU, by torch's calls for many
-tensors.
+On a CPU, runs of memory are moved many at a time (`runs`). The rest, and everything on a GPU, is left to torch's calls
+for many tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CopyBatch:
     casts: list[torch.Tensor] = field(default_factory=list)
 
     def run(self) -> None:
-        """Makes them."""
+        """Makes all copies of the batch."""
         for step in self.steps:
             step.run()
         if self.targets:
@@ -58,33 +58,35 @@ def make_copies(
 ) -> None:
     """Adds copies that came from `join` to the batches that `batch` (k,) names.
 
-    They go from side 0 to side 1. `tensors` are the flat tensors of the sides, by base. Where a side is `packed` its
-    tensors are messages, a group each, which the copies empty or fill in order, or some of it. `scratch` has
+    They go from side 0 to side 1. `tensors` are the flat tensors of the sides, by base. If a side is `packed`, its
+    tensors are messages, one for each group. The copies empty or fill them in order, wholly or in part. `scratch` has
     SCRATCH_BYTES.
     """
-    left = ~_add_steps(copies, tensors, packed, batches, batch, scratch)
-    views = [strided_views(tensors[side], copies.take(left), side) for side in (0, 1)]
-    rows = list(zip(np.flatnonzero(left).tolist(), *views, strict=True))
-    for message, some in groupby(rows, key=lambda row: int(copies.group[row[0]])):
-        numbers, sources, targets = (list(column) for column in zip(*some, strict=True))
-        into = batches[int(batch[numbers[0]])]
-        whole = packed == 1 and sum(source.numel() for source in sources) == tensors[1][message].numel()
-        if whole and all(_joins(source, tensors[1][message]) for source in sources):
-            into.joins.append((tensors[1][message], sources))
+    remainder = ~_add_steps(copies, tensors, packed, batches, batch, scratch)
+    views = [strided_views(tensors[side], copies.take(remainder), side) for side in (0, 1)]
+    rows = list(zip(np.flatnonzero(remainder).tolist(), *views, strict=True))
+    for message, members in groupby(rows, key=lambda row: int(copies.group[row[0]])):
+        numbers, sources, targets = (list(column) for column in zip(*members, strict=True))
+        target_batch = batches[int(batch[numbers[0]])]
+        is_full = packed == 1 and sum(source.numel() for source in sources) == tensors[1][message].numel()
+        if is_full and all(_joins(source, tensors[1][message]) for source in sources):
+            target_batch.joins.append((tensors[1][message], sources))
         else:
-            into.targets.extend(targets)
-            into.sources.extend(sources)
+            target_batch.targets.extend(targets)
+            target_batch.sources.extend(sources)
     if packed == 1:
         kinds = [[t.dtype for t in side] for side in tensors]
         pairs = dict.fromkeys(zip(copies.base[:, 0].tolist(), copies.base[:, 1].tolist(), batch.tolist(), strict=True))
-        cast = dict.fromkeys((to, number) for base, to, number in pairs if kinds[0][base] != kinds[1][to])
-        for to, number in cast:
-            batches[number].casts.append(tensors[1][to])
+        cast_targets = dict.fromkeys(
+            (base_number, number) for base, base_number, number in pairs if kinds[0][base] != kinds[1][base_number]
+        )
+        for base_number, number in cast_targets:
+            batches[number].casts.append(tensors[1][base_number])
 
 
 def _joins(source: torch.Tensor, message: torch.Tensor) -> bool:
-    alike = source.dtype == message.dtype and source.device == message.device
-    return alike and source.dim() == 1 and source.is_contiguous()
+    same_kind = source.dtype == message.dtype and source.device == message.device
+    return same_kind and source.dim() == 1 and source.is_contiguous()
 
 
 def _add_steps(
@@ -95,28 +97,28 @@ def _add_steps(
     batch: IntArray,
     scratch: torch.Tensor,
 ) -> BoolArray:
-    """Adds steps to the batches; (k,) which copies they make."""
+    """Adds steps to the batches; returns a mask (k,) of the copies that they make."""
     kinds = list(dict.fromkeys(t.dtype for side in tensors for t in side))
     columns = []
     for side in (0, 1):
         base = copies.base[:, side]
         address = np.array([t.data_ptr() for t in tensors[side]], dtype=np.int64)[base]
         kind = np.array([kinds.index(t.dtype) for t in tensors[side]], dtype=np.int64)[base]
-        here = np.array([t.device.type == "cpu" for t in tensors[side]], dtype=bool)[base]
-        columns.append((address, kind, here))
-    origin, kind, here = (np.stack(pair, axis=1) for pair in zip(*columns, strict=True))
+        on_cpu = np.array([t.device.type == "cpu" for t in tensors[side]], dtype=bool)[base]
+        columns.append((address, kind, on_cpu))
+    origin, kind, on_cpu = (np.stack(pair, axis=1) for pair in zip(*columns, strict=True))
     itemsize = np.array([t.itemsize for t in kinds], dtype=np.int64)[kind]
-    allowed = here.all(axis=1) & ((kind[:, 0] == kind[:, 1]) | (packed == 1))
-    runs = find_runs(copies, origin, itemsize, allowed, packed)
+    candidates = on_cpu.all(axis=1) & ((kind[:, 0] == kind[:, 1]) | (packed == 1))
+    runs = find_runs(copies, origin, itemsize, candidates, packed)
     pairs = list(product(kinds, kinds))
     dtype = kind[runs.copy, 0] * len(kinds) + kind[runs.copy, 1]
-    steps, taken = make_steps(runs, copies.group[runs.copy], pairs, dtype, packed, scratch)
+    steps, in_step = make_steps(runs, copies.group[runs.copy], pairs, dtype, packed, scratch)
     for row, step in steps:
         batches[int(batch[runs.copy[row]])].steps.append(step)
-    made = np.zeros(len(copies), dtype=bool)
-    made[runs.copy] = True
-    made[runs.copy[~taken]] = False
-    return made
+    mask = np.zeros(len(copies), dtype=bool)
+    mask[runs.copy] = True
+    mask[runs.copy[~in_step]] = False
+    return mask
 
 
 def strided_views(tensors: Sequence[torch.Tensor], copies: StridedCopies, side: int) -> list[torch.Tensor]:

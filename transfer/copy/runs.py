@@ -1,12 +1,11 @@
 """Many runs of memory of one length moved by one call, wherever in the process they lie.
 
 A call per region costs a microsecond, which is what copying some KiB takes. On a CPU all tensors share one address
-space, so regions of different tensors can be rows of one view: a *window* that begins at the lowest of their addresses
-and whose row i is what lies i bytes further. Rows overlap, and most cover memory that is nobody's; only those that are
-the regions are ever named. Selecting rows of a window moves runs of any length at the speed of memory, at some
-nanoseconds a run.
+space, so regions of different tensors can be rows of one view. Such a *window* begins at the lowest of their addresses,
+and its row i begins i bytes further. Rows overlap, and most cover memory that belongs to no tensor: only those that are
+regions are ever selected. Selecting rows moves runs of any length at the speed of memory, at some nanoseconds a run.
 
-The addresses are good for as long as the tensors' storages are: an executor looks before each run.
+The addresses are good as long as the tensors' storages are: an executor checks them before each run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SCRATCH_BYTES = 1 << 20
 _FEW = 16
 """A strided copy of at most so many runs is dearer as a call of its own."""
 _LONG_BYTES = 1 << 10
-"""Runs of at least so many bytes are moved one by one however many a copy has: an index is 8 bytes."""
+"""Runs of at least so many bytes are worth an index of 8 bytes each, however many a copy has."""
 _TWICE_BYTES = 1 << 14
 """Runs of at least so many bytes scattered on both sides are cheaper as calls of their own than moved twice."""
 _WORTH_A_CALL = 3
@@ -40,10 +39,10 @@ _WORTH_A_CALL = 3
 
 
 class Step(Protocol):
-    """Something prepared that can be done many times."""
+    """A prepared step, which can be run many times."""
 
     def run(self) -> None:
-        """Does it."""
+        """Moves the runs of the step."""
         ...
 
 
@@ -51,7 +50,7 @@ class Step(Protocol):
 class Runs:
     """r runs in columns, in the order of the copies they are from.
 
-    `copy` (r,) says which; `address` (r, 2) in bytes of both sides, `elements` (r,).
+    `copy` (r,) numbers the copy, `address` (r, 2) is the first byte on both sides, `elements` (r,) the length.
     """
 
     copy: IntArray
@@ -64,15 +63,15 @@ def find_runs(
 ) -> Runs:
     """The runs of those copies that are better moved by runs. Copies must come from `join`.
 
-    `origin` (k, 2) is the address of the flat tensors of both sides, `itemsize` (k, 2) of their elements; only copies
-    that are `allowed` (k,) are looked at. `packed` as for `make_steps`.
+    `origin` (k, 2) are the addresses of the flat tensors of both sides, `itemsize` (k, 2) the bytes of their elements.
+    Only copies that are `allowed` (k,) are considered. `packed` is as for `make_steps`.
     """
     inner = copies.size[:, -1]
     count = copies.size[:, :-1].prod(axis=1)
-    whole = (copies.stride[:, -1] == 1).all(axis=1) | (inner == 1)
-    long = inner * itemsize.min(axis=1) >= _LONG_BYTES
-    some = (count <= _FEW) | (long & (packed is not None))
-    rows = np.flatnonzero(allowed & whole & some)
+    unit_stride = (copies.stride[:, -1] == 1).all(axis=1) | (inner == 1)
+    long_runs = inner * itemsize.min(axis=1) >= _LONG_BYTES
+    run_mask = (count <= _FEW) | (long_runs & (packed is not None))
+    rows = np.flatnonzero(allowed & unit_stride & run_mask)
     copy, start = unroll(copies, rows)
     return Runs(copy, origin[copy] + start * itemsize[copy], inner[copy])
 
@@ -85,13 +84,13 @@ def make_steps(
     packed: int | None,
     scratch: torch.Tensor,
 ) -> tuple[list[tuple[int, Step]], BoolArray]:
-    """(first run, step) in order for the runs that are worth it, and (r,) bool which those are.
+    """Steps for the runs that are worth one, as (first run, step) in order, and a mask (r,) of those runs.
 
-    Runs go from side 0 to side 1; those of a group lie one after the other on side `packed`, None where they do on
-    neither. `group` (r,) says which runs may share a step, `dtype` (r,) which of `dtypes`, the element types of both
-    sides, a run has; they differ only where side 1 is packed. `scratch` has SCRATCH_BYTES.
+    Runs go from side 0 to side 1. Those of a group lie one after the other on side `packed`, which is None if they do
+    on neither. Only runs of one `group` (r,) may share a step. `dtype` (r,) numbers the pair in `dtypes`, the element
+    types of both sides, which differ only if side 1 is packed. `scratch` has SCRATCH_BYTES.
     """
-    taken = np.zeros(len(runs.copy), dtype=bool)
+    in_step = np.zeros(len(runs.copy), dtype=bool)
     steps: list[tuple[int, Step]] = []
     sizes = np.array([[t.itemsize for t in pair] for pair in dtypes], dtype=np.int64).reshape(-1, 2)
     nbytes = runs.elements[:, None] * sizes[dtype]
@@ -100,20 +99,20 @@ def make_steps(
         if length > SCRATCH_BYTES or high - low < _WORTH_A_CALL or not _fits(runs.address[rows], length):
             continue
         if packed is None:
-            # By way of the scratch memory a run is copied twice; these are not.
-            for some, side in find_stretches(runs.address, rows, length):
-                taken[some] = True
-                steps.append((low, _straight(runs.address[some], length, side)))
-            rows = rows[~taken[rows]]
+            # Runs that pass through the scratch memory are copied twice; those of a stretch are not.
+            for stretch, side in find_stretches(runs.address, rows, length):
+                in_step[stretch] = True
+                steps.append((low, _straight(runs.address[stretch], length, side)))
+            rows = rows[~in_step[rows]]
             if length >= _TWICE_BYTES or len(rows) < _WORTH_A_CALL:
                 continue
-        taken[rows] = True
-        most = SCRATCH_BYTES // length
-        for first in range(0, len(rows), most):
-            address = runs.address[rows[first : first + most]]
+        in_step[rows] = True
+        capacity = SCRATCH_BYTES // length
+        for first in range(0, len(rows), capacity):
+            address = runs.address[rows[first : first + capacity]]
             step = _step(address, nbytes[low].tolist(), dtypes[int(dtype[low])], packed, scratch)
             steps.append((low, step))
-    return steps, taken
+    return steps, in_step
 
 
 def _straight(address: IntArray, nbytes: int, even: int) -> Step:
@@ -128,7 +127,7 @@ def _straight(address: IntArray, nbytes: int, even: int) -> Step:
 def _alike(
     runs: Runs, group: IntArray, dtype: IntArray, nbytes: IntArray, packed: int | None
 ) -> Iterator[tuple[int, int]]:
-    """Consecutive runs of one group, type and length, without gaps on the side that is packed."""
+    """Ranges of consecutive runs of one group, type and length, without gaps on the packed side."""
     n = len(runs.copy)
     if not n:
         return
@@ -149,18 +148,18 @@ def _step(
     scratch: torch.Tensor,
 ) -> Step:
     """One step for runs at `address` (r, 2), `nbytes` long on each side."""
-    count, (read, written) = len(address), address.T
+    count, (reads, writes) = len(address), address.T
     if packed == 0:
-        return _Scatter(*_write_window(written, nbytes[1]), _items(int(read[0]), count, nbytes[0]))
-    window, index = _read_window(read, nbytes[0])
+        return _Scatter(*_write_window(writes, nbytes[1]), _items(int(reads[0]), count, nbytes[0]))
+    window, index = _read_window(reads, nbytes[0])
     if packed == 1 and dtypes[0] == dtypes[1]:
-        return _Gather(window, index, _rows(int(written[0]), count, nbytes[1]))
+        return _Gather(window, index, _rows(int(writes[0]), count, nbytes[1]))
     gather = _Gather(window, index, scratch[: count * nbytes[0]].view(count, nbytes[0]))
     if packed == 1:
-        into = _rows(int(written[0]), count, nbytes[1])
-        return _Cast(gather, gather.target.view(dtypes[0]), into.view(dtypes[1]))
+        rows = _rows(int(writes[0]), count, nbytes[1])
+        return _Cast(gather, gather.target.view(dtypes[0]), rows.view(dtypes[1]))
     items = gather.target.view(-1).numpy().view(f"V{nbytes[0]}")
-    return _Move(gather, _Scatter(*_write_window(written, nbytes[1]), items))
+    return _Move(gather, _Scatter(*_write_window(writes, nbytes[1]), items))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ class _Gather:
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """What `gather` brings, as elements, converted into `target`."""
+    """Elements that `gather` brings, converted into `target`."""
 
     gather: _Gather
     source: torch.Tensor
@@ -190,7 +189,7 @@ class _Cast:
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """`items` (r,) to places `index` (r,) of `window` (span,); an item is a run. By numpy: torch takes 6 us a row."""
+    """Runs `items` (r,) to places `index` (r,) of `window` (span,), by numpy: torch takes 6 us a row."""
 
     window: np.ndarray[Any, Any]
     index: IntArray
@@ -202,7 +201,7 @@ class _Scatter:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """From scattered places to scattered places."""
+    """Runs from scattered places to scattered places, by way of the scratch memory."""
 
     gather: _Gather
     scatter: _Scatter
@@ -213,7 +212,7 @@ class _Move:
 
 
 class MemoryAt:
-    """Says to numpy what memory there is at an address."""
+    """Memory at an address, as numpy's array interface describes it."""
 
     def __init__(self, address: int, shape: tuple[int, ...], item: str, strides: tuple[int, ...] | None) -> None:
         self.__array_interface__ = {
@@ -221,48 +220,48 @@ class MemoryAt:
         }  # fmt: skip
 
     def array(self) -> np.ndarray[Any, Any]:
-        """It does not keep the memory alive."""
+        """The memory as an array, which does not keep it alive."""
         return np.asarray(self)
 
 
 def gather_boxes(
     address: IntArray, size: list[int], stride: list[int], dtype: torch.dtype, into: torch.Tensor
 ) -> torch.Tensor | None:
-    """(n, *size) what lies at n addresses of a CPU's memory, each a box with those strides in elements, copied.
+    """Copies the boxes at n addresses of a CPU's memory into a tensor (n, *size); their strides count elements.
 
-    `into` are bytes to copy to, as many as needed at least. None where no window holds all boxes.
+    `into` are bytes to copy to, at least as many as needed. Returns None if no window holds all boxes.
     """
     low, span, distance = _span(address)
-    whole, steps = _merged(size, stride)
-    extent = sum((n - 1) * s for n, s in zip(whole, steps, strict=True)) + 1
-    if (distance % dtype.itemsize).any() or not _fits(address, max(extent, prod(whole)) * dtype.itemsize):
+    sizes, steps = _merged(size, stride)
+    extent = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
+    if (distance % dtype.itemsize).any() or not _fits(address, max(extent, prod(sizes)) * dtype.itemsize):
         return None
     item = "|u1" if dtype.itemsize == 1 else f"<i{dtype.itemsize}"
     strides = tuple(s * dtype.itemsize for s in (1, *steps))
-    window = torch.from_numpy(MemoryAt(low, (span // dtype.itemsize + 1, *whole), item, strides).array())
-    gathered = into[: len(address) * prod(whole) * dtype.itemsize].view(window.dtype).view(len(address), *whole)
-    torch.index_select(window, 0, torch.from_numpy(distance // dtype.itemsize), out=gathered)
-    return gathered.view(dtype).view(len(address), *size)
+    window = torch.from_numpy(MemoryAt(low, (span // dtype.itemsize + 1, *sizes), item, strides).array())
+    copy = into[: len(address) * prod(sizes) * dtype.itemsize].view(window.dtype).view(len(address), *sizes)
+    torch.index_select(window, 0, torch.from_numpy(distance // dtype.itemsize), out=copy)
+    return copy.view(dtype).view(len(address), *size)
 
 
 def _merged(size: list[int], stride: list[int]) -> tuple[list[int], list[int]]:
-    """Fewer dimensions: those that continue each other are one. torch (2.13) selects from several ten times slower."""
-    whole, steps = [1], [1]
+    """Merges dimensions that continue each other: torch (2.13) selects ten times more slowly from several."""
+    sizes, steps = [1], [1]
     for n, s in zip(size, stride, strict=True):
         if n == 1:
             continue
-        if whole == [1]:
-            whole, steps = [n], [s]
+        if sizes == [1]:
+            sizes, steps = [n], [s]
         elif steps[-1] == n * s:
-            whole[-1], steps[-1] = whole[-1] * n, s
+            sizes[-1], steps[-1] = sizes[-1] * n, s
         else:
-            whole.append(n)
+            sizes.append(n)
             steps.append(s)
-    return whole, steps
+    return sizes, steps
 
 
 def _fits(address: IntArray, nbytes: int) -> bool:
-    """Whether a window over these addresses has fewer bytes than can be counted, overlapping rows counted each."""
+    """True if a window over these addresses has fewer than 2^62 bytes, with every overlapping row counted."""
     return (int(address.max()) - int(address.min()) + 1) * nbytes < 1 << 62
 
 

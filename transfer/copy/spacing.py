@@ -1,4 +1,4 @@
-"""Runs of memory that lie at one distance: what a rank scatters or gathers straight, without copying it twice."""
+"""Runs of memory that lie at one distance: a rank scatters or gathers them straight, without copying them twice."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _FEWEST, _LEAST_BYTES = 3, 1 << 15
 
 
 def find_stretches(address: IntArray, rows: IntArray, nbytes: int) -> list[tuple[IntArray, int]]:
-    """Rows that lie at one distance on a side, by address there, and that side; no row twice.
+    """Stretches of rows that lie at one distance on a side, by address there, each with its side; no row twice.
 
-    `address` (r, 2) is where each run is read and written, `rows` those to look at, all `nbytes` long. The side where
-    more of them lie so is taken first, and of the rest what lies so on the other.
+    `address` (r, 2) is where each run is read and written; `rows` are those to search, all `nbytes` long. The side with
+    more rows in stretches has them all; the other has its stretches of the remaining rows.
     """
-    writing, reading = _evenly(address[:, 1], rows, nbytes), _evenly_read(address, rows, nbytes)
-    if sum(map(len, writing)) >= sum(map(len, reading)):
-        reading = _evenly_read(address, _without(rows, writing), nbytes)
+    write_stretches, read_stretches = _evenly(address[:, 1], rows, nbytes), _evenly_read(address, rows, nbytes)
+    if sum(map(len, write_stretches)) >= sum(map(len, read_stretches)):
+        read_stretches = _evenly_read(address, _without(rows, write_stretches), nbytes)
     else:
-        writing = _evenly(address[:, 1], _without(rows, reading), nbytes)
-    return [(some, 1) for some in writing] + [(some, 0) for some in reading]
+        write_stretches = _evenly(address[:, 1], _without(rows, read_stretches), nbytes)
+    return [(stretch, 1) for stretch in write_stretches] + [(stretch, 0) for stretch in read_stretches]
 
 
 def _without(rows: IntArray, stretches: list[IntArray]) -> IntArray:
@@ -33,15 +33,16 @@ def _without(rows: IntArray, stretches: list[IntArray]) -> IntArray:
 
 
 def _evenly_read(address: IntArray, rows: IntArray, nbytes: int) -> list[IntArray]:
-    """Stretches that are read. numpy (2.4) first copies what lies within the reach of what it writes.
+    """Stretches on the side that is read.
 
-    So what is written below all that is read, and what above, are looked at apart, and nothing between.
+    numpy (2.4) first copies runs that lie within the reach of its writes. So rows written below everything that is read
+    and rows written above it are searched separately, and rows between not at all.
     """
     if not len(rows):
         return []
-    read, written = address[rows].T
-    below, above = rows[written < read.min()], rows[written >= read.max() + nbytes]
-    return [some for part in (below, above) for some in _evenly(address[:, 0], part, nbytes)]
+    reads, writes = address[rows].T
+    lower, upper = rows[writes < reads.min()], rows[writes >= reads.max() + nbytes]
+    return [stretch for part in (lower, upper) for stretch in _evenly(address[:, 0], part, nbytes)]
 
 
 def _evenly(address: IntArray, rows: IntArray, nbytes: int) -> list[IntArray]:
@@ -49,11 +50,11 @@ def _evenly(address: IntArray, rows: IntArray, nbytes: int) -> list[IntArray]:
     rows = rows[np.argsort(address[rows], kind="stable")]
     distance = np.diff(address[rows])
     edges = [0, *(np.flatnonzero(np.diff(distance)) + 1).tolist(), len(distance)]
-    found, free = [], 0
-    for begin, end in pairwise(edges):
-        first = max(begin, free)  # the last row of a stretch may be the first of the next
+    stretches, next_row = [], 0
+    for start, end in pairwise(edges):
+        first = max(start, next_row)  # the last row of a stretch may be the first of the next
         count = end + 1 - first
-        if count >= _FEWEST and count * nbytes >= _LEAST_BYTES and distance[begin] >= nbytes:
-            found.append(rows[first : end + 1])
-            free = end + 1
-    return found
+        if count >= _FEWEST and count * nbytes >= _LEAST_BYTES and distance[start] >= nbytes:
+            stretches.append(rows[first : end + 1])
+            next_row = end + 1
+    return stretches

@@ -1,4 +1,4 @@
-"""Many boxes of a rank's memory as few tensors of stacked boxes, for whoever treats boxes alike alike."""
+"""Boxes of a rank's memory as few tensors of stacked boxes: those of one form are digested by one call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Buffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """So many bytes, which are others' after the next call."""
+        """Memory of at least so many bytes, which the next call gives again."""
         if self._memory.numel() < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
         return self._memory
@@ -32,9 +32,9 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """k boxes in the memory of a rank, in columns of width D: where each starts in its base, its strides, its place.
+    """k boxes in a rank's memory, in columns of width D: start in the base, strides, and place in the logical tensor.
 
-    `kind` numbers device and dtype of the bases, which `kinds` has. Samples thin dimension `thin`, to one index of
+    `kind` (k,) numbers the device and dtype of the base among `kinds`. Samples thin dimension `thin`, to one index of
     `every`; `step` is 1 but for boxes that have been thinned.
     """
 
@@ -53,7 +53,7 @@ class Boxes:
 
     @classmethod
     def of(cls, layout: RankLayout, rows: IntArray, offsets: IntArray, sizes: IntArray, dtypes: IntArray) -> Boxes:
-        """Boxes inside rows of a layout's table."""
+        """Boxes inside rows of a layout's table; `dtypes` are codes of the dtypes to digest in."""
         table, memory = layout.table, layout.memory
         width = max(table.tensors.width, offsets.shape[1])
         offset, size = pad_boxes(offsets, width, 0), pad_boxes(sizes, width, 1)
@@ -63,7 +63,7 @@ class Boxes:
         start = memory.start[rows] + ((offset - pad_boxes(table.offset[rows], width, 0)) * stride).sum(axis=1)
         of_base = [(base.device, base.dtype) for base in memory.bases]
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(of_base))}
-        kind = np.array([kinds[one] for one in of_base], dtype=np.int64)
+        kind = np.array([kinds[pair] for pair in of_base], dtype=np.int64)
         base, ones = memory.base[rows], np.ones_like(size)
         return cls(
             tuple(kinds), base, kind[base], start, stride, offset, ones, size, ndim, dtypes, *sampled_rows(shape, ndim)
@@ -77,7 +77,7 @@ class Boxes:
         return Boxes(self.kinds, *(getattr(self, name)[which] for name in self.__slots__[1:]))
 
     def sampled(self, sample: Sample | None) -> Boxes:
-        """What of the boxes a sample has; all of them without one."""
+        """The part of the boxes that a sample has; without a sample all of them."""
         if sample is None:
             return self
         offset, size, step = sample.thin(self.thin, self.every, self.offset, self.size)
@@ -97,25 +97,25 @@ class Boxes:
         return np.split(order, np.flatnonzero(begins)) if len(order) else []
 
     def stacks(self, members: IntArray, limit: int) -> list[IntArray]:
-        """A group in runs of at most `limit` elements together, or single boxes."""
+        """Cuts a group into runs of at most `limit` elements together, or single boxes."""
         step = max(1, limit // max(1, int(self.size[members[0]].prod())))
         return [members[i : i + step] for i in range(0, len(members), step)]
 
     def stacked(self, layout: RankLayout, members: IntArray, buffer: Buffer) -> torch.Tensor:
-        """(n, *size) the boxes as one tensor: a view where they are evenly spaced in one storage, else a copy."""
-        bases, held = layout.memory.bases, self.base[members]
+        """Boxes as one tensor (n, *size): a view where they are evenly spaced in one base, else a copy."""
+        bases, base_numbers = layout.memory.bases, self.base[members]
         size, stride = self.size[members[0]].tolist(), self.stride[members[0]].tolist()
         starts = self.start[members]
         gaps = np.unique(np.diff(starts))
-        first = bases[int(held[0])]
-        if len(gaps) <= 1 and (held == held[0]).all():
+        first = bases[int(base_numbers[0])]
+        if len(gaps) <= 1 and (base_numbers == base_numbers[0]).all():
             return first.as_strided([len(members), *size], [int(gaps[0]) if len(gaps) else 0, *stride], int(starts[0]))
         if first.device.type == "cpu":
-            numbers, which = np.unique(held, return_inverse=True)
+            numbers, inverse = np.unique(base_numbers, return_inverse=True)
             origin = np.array([bases[number].data_ptr() for number in numbers.tolist()], dtype=np.int64)
-            into = buffer.take(len(members) * prod(size) * first.itemsize)
-            gathered = gather_boxes(origin[which] + starts * first.itemsize, size, stride, first.dtype, into)
-            if gathered is not None:
-                return gathered
-        each = zip(held.tolist(), starts.tolist(), strict=True)
-        return torch.stack([bases[base].as_strided(size, stride, start) for base, start in each])
+            target = buffer.take(len(members) * prod(size) * first.itemsize)
+            copy = gather_boxes(origin[inverse] + starts * first.itemsize, size, stride, first.dtype, target)
+            if copy is not None:
+                return copy
+        origins = zip(base_numbers.tolist(), starts.tolist(), strict=True)
+        return torch.stack([bases[base].as_strided(size, stride, start) for base, start in origins])

@@ -1,8 +1,8 @@
-"""Boxes in a CPU's memory prepared for the compiled loops of `digest_loops`: once for a layout, run for every version.
+"""Boxes in a CPU's memory prepared for the compiled loops of `cpu_loops`: once for a layout, run for every version.
 
-Boxes become columns of addresses, sizes and places in a table of constants, so that a run is one call for all boxes of
-an element type, whatever tensors they belong to, and samples need no index work. Large boxes are cut into pieces, which
-several threads share.
+Boxes become columns of addresses, sizes and places in a table of constants. So a run is one call for all boxes of an
+element type, whatever their tensors, and samples need no index work. Large boxes are cut into pieces, which several
+threads share.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ log = logging.getLogger("weightcast.transfer")
 _SIZES = (1, 2, 4)
 _CAST, _FLOAT8 = 0, 8
 _WORDS = {1: "|i1", 2: "<i2", 4: "<i4", _CAST: "<u4", _FLOAT8: "|u1"}
-"""How `digest_loops` is told the types of words: by their size, of float32 to be rounded to bfloat16, and of words of 8
-bits that may not be finite."""
+"""numpy types of words for `cpu_loops`, by the size of the words. _CAST is for float32 to be rounded to bfloat16, and
+_FLOAT8 for words of 8 bits that may not be finite."""
 _FARTHEST = 1 << 20
-"""Constants are kept for indices below this; boxes that reach farther are digested without."""
+"""Constants are kept for indices below this; torch digests boxes that reach farther."""
 _COLUMNS = LINE_BYTES // 2
-"""Columns of a table of constants whose numbers of 2 bytes fill a line of the cache: each dimension begins at one, for
-a vector that lies in two takes twice as long to load."""
+"""Columns of a table of constants whose numbers of 2 bytes fill a line of the cache. Each dimension begins at a line,
+because a vector that lies in two takes twice as long to load."""
 _LONG = 16
 """A contiguous dimension of so many elements is read in vectors."""
 _PIECE_BYTES = 4 << 20
 _PIECE_ALIGNMENT = 128
-"""Elements of whole vectors, where pieces of rows end."""
+"""Elements of whole vectors: pieces of rows end at multiples of them."""
 _WORTH_A_THREAD = 8 << 20
 """Bytes for each thread beside the first."""
 
@@ -61,23 +61,25 @@ def _loops() -> ModuleType | None:
 
 
 def scannable(layout: RankLayout, boxes: Boxes) -> BoolArray:
-    """(k,) which boxes can be scanned: in a CPU's memory, of a type that the loops know, with elements in them."""
+    """Mask (k,) of boxes to scan: aligned in a CPU's memory, of a type that the loops know, with elements in them."""
     words = _word_codes(boxes)
     if (words < 0).all() or _loops() is None:
         return np.zeros(len(boxes), dtype=bool)
     item = np.array([dtype.itemsize for _, dtype in boxes.kinds], dtype=np.int64)[boxes.kind]
     aligned = layout.memory.address[boxes.base] % item == 0
-    near = (boxes.offset + boxes.size <= _FARTHEST).all(axis=1)
-    return np.asarray((words >= 0) & aligned & near & (boxes.size > 0).all(axis=1))
+    in_reach = (boxes.offset + boxes.size <= _FARTHEST).all(axis=1)
+    return np.asarray((words >= 0) & aligned & in_reach & (boxes.size > 0).all(axis=1))
 
 
 def _word_codes(boxes: Boxes) -> IntArray:
-    """(k,) the keys of _WORDS, -1 for what the loops do not know."""
-    held = np.array([dtype_code(from_torch(dtype)) for _, dtype in boxes.kinds], dtype=np.int64)[boxes.kind]
+    """Keys (k,) of _WORDS, -1 for boxes that the loops cannot read."""
+    memory_dtype = np.array([dtype_code(from_torch(dtype)) for _, dtype in boxes.kinds], dtype=np.int64)[boxes.kind]
     on_cpu = np.array([device.type == "cpu" for device, _ in boxes.kinds], dtype=bool)[boxes.kind]
-    codes = np.where((held == boxes.dtype) & np.isin(ITEMSIZE[held], _SIZES), ITEMSIZE[held], -1)
-    codes[(codes == 1) & (held < dtype_code("uint8"))] = _FLOAT8
-    codes[(held == dtype_code("float32")) & (boxes.dtype == dtype_code("bfloat16"))] = _CAST
+    codes = np.where(
+        (memory_dtype == boxes.dtype) & np.isin(ITEMSIZE[memory_dtype], _SIZES), ITEMSIZE[memory_dtype], -1
+    )
+    codes[(codes == 1) & (memory_dtype < dtype_code("uint8"))] = _FLOAT8
+    codes[(memory_dtype == dtype_code("float32")) & (boxes.dtype == dtype_code("bfloat16"))] = _CAST
     codes[~on_cpu] = -1
     return codes
 
@@ -85,7 +87,7 @@ def _word_codes(boxes: Boxes) -> IntArray:
 class Scan:
     """k boxes, all `scannable`, whose digests are made again and again. The layout has to be kept meanwhile.
 
-    Making one compiles the loops where no run on this machine has, which takes seconds.
+    The first one on a machine compiles the loops, which takes seconds.
     """
 
     def __init__(self, layout: RankLayout, boxes: Boxes) -> None:
@@ -93,26 +95,26 @@ class Scan:
         self._constants = _Constants.up_to((boxes.offset + boxes.size).max(axis=0, initial=0))
         self._kinds: list[tuple[IntArray, _Pieces]] = []
         for code in np.unique(codes).tolist():
-            which = np.flatnonzero(codes == code)
-            which = which[np.argsort(layout.memory.address[boxes.base[which]] + boxes.start[which], kind="stable")]
-            pieces = _Pieces.of(layout, boxes.take(which), self._constants, _WORDS[code])
+            rows = np.flatnonzero(codes == code)
+            rows = rows[np.argsort(layout.memory.address[boxes.base[rows]] + boxes.start[rows], kind="stable")]
+            pieces = _Pieces.of(layout, boxes.take(rows), self._constants, _WORDS[code])
             pieces.sum(self._constants, -1, 0, 0)
-            self._kinds.append((which, pieces))
+            self._kinds.append((rows, pieces))
 
     def run(self, turn: int | None, threads: int) -> tuple[DigestArray, IntArray]:
-        """(k,) digests of what lies in memory now, and peaks; with `turn` of the sample of that turn alone.
+        """Digests (k,) of what lies in memory now, and peaks (k,); with `turn` of the sample of that turn alone.
 
         A peak is the largest word of a box as it is stored, without its sign, or less where all are finite.
         """
         digests, peaks = np.empty(self._count, dtype=np.uint64), np.empty(self._count, dtype=np.int64)
-        for which, pieces in self._kinds:
-            digests[which], peaks[which] = pieces.run(self._constants, -1 if turn is None else turn, threads)
+        for rows, pieces in self._kinds:
+            digests[rows], peaks[rows] = pieces.run(self._constants, -1 if turn is None else turn, threads)
         return digests, peaks
 
 
 @dataclass(frozen=True, slots=True)
 class _Constants:
-    """Constants of all dimensions, one after the other, in the forms that `digest_loops.box_sums` asks for.
+    """Constants of all dimensions, one after the other, in the forms that `cpu_loops.box_sums` takes.
 
     `begin` (D,) is the column of a dimension's index 0. Column 0 is for dimensions that a tensor lacks: its constant
     is 1.
@@ -125,23 +127,24 @@ class _Constants:
 
     @classmethod
     def up_to(cls, extent: IntArray) -> _Constants:
-        """For the indices of each dimension below `extent` (D,)."""
+        """Constants of the indices of each dimension below `extent` (D,)."""
         room = -(-extent // _COLUMNS) * _COLUMNS
-        begin = _COLUMNS + np.cumsum(room) - room
-        both = np.zeros((2, _row_length(_COLUMNS + int(room.sum()))), dtype=np.int64)
-        both[:, 0] = 1
-        for dim, (first, n) in enumerate(zip(begin.tolist(), extent.tolist(), strict=True)):
-            both[:, first : first + n] = constants(dim, np.arange(n))
-        halves = np.stack([both[0] >> HALF_BITS, both[0], both[1] >> HALF_BITS, both[1]])
+        starts = _COLUMNS + np.cumsum(room) - room
+        families = np.zeros((2, _row_length(_COLUMNS + int(room.sum()))), dtype=np.int64)
+        families[:, 0] = 1
+        for dim, (first, n) in enumerate(zip(starts.tolist(), extent.tolist(), strict=True)):
+            families[:, first : first + n] = constants(dim, np.arange(n))
+        halves = np.stack([families[0] >> HALF_BITS, families[0], families[1] >> HALF_BITS, families[1]])
         halves[1::2] &= (1 << HALF_BITS) - 1
-        prefix = np.zeros((2, both.shape[1] + 1), dtype=np.int64)
-        np.cumsum(both, axis=1, out=prefix[:, 1:])
-        return cls(begin, _from_a_line(both, np.int32), _from_a_line(halves, np.int16), prefix)
+        prefix = np.zeros((2, families.shape[1] + 1), dtype=np.int64)
+        np.cumsum(families, axis=1, out=prefix[:, 1:])
+        return cls(starts, _from_a_line(families, np.int32), _from_a_line(halves, np.int16), prefix)
 
 
 def _row_length(columns: int) -> int:
-    """So many columns at least, and so many that the same column of several rows is not kept in the same place of a
-    processor's cache: places repeat after 4 KiB.
+    """Columns of a row, at least `columns`, so that equal columns of several rows have different places in the cache.
+
+    A processor's places repeat after 4 KiB.
     """
     return columns + (17 * _COLUMNS - columns) % (64 * _COLUMNS)
 
@@ -157,10 +160,10 @@ def _from_a_line(table: IntArray, dtype: type[np.integer[Any]]) -> np.ndarray[An
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Pieces of boxes with words of one type, in the order of their boxes; columns as `digest_loops.box_sums` has them.
+    """Pieces of boxes with words of one type, in the order of their boxes; columns as `cpu_loops.box_sums` has them.
 
-    `words` is a window over all of them; `first` (k,) is the first piece of each box and `nbytes` (n,) how much each
-    has.
+    `words` is a window over all of them. `first` (k,) is the first piece of each box, and `nbytes` (n,) the bytes of
+    each piece.
     """
 
     words: np.ndarray[Any, Any]
@@ -174,7 +177,7 @@ class _Pieces:
 
     @classmethod
     def of(cls, layout: RankLayout, boxes: Boxes, table: _Constants, item: str) -> _Pieces:
-        """From boxes that all have elements."""
+        """Pieces of boxes that all have elements."""
         itemsize = np.dtype(item).itemsize
         address = layout.memory.address[boxes.base] + boxes.start * itemsize
         low = int(address.min())
@@ -182,16 +185,18 @@ class _Pieces:
         words = MemoryAt(low, ((end - low) // itemsize,), item, None).array()
         order = _order(boxes)
         size, stride = (np.take_along_axis(column, order, axis=1) for column in (boxes.size, boxes.stride))
-        lacking = np.arange(boxes.size.shape[1]) >= boxes.ndim[:, None]
-        place = np.take_along_axis(np.where(lacking, 0, table.begin + boxes.offset), order, axis=1)
+        padding = np.arange(boxes.size.shape[1]) >= boxes.ndim[:, None]
+        columns = np.take_along_axis(np.where(padding, 0, table.begin + boxes.offset), order, axis=1)
         rows = np.arange(len(boxes))
         thin = np.stack(
             [(order == boxes.thin[:, None]).argmax(axis=1), boxes.every, boxes.offset[rows, boxes.thin]], axis=1
         )
-        if size.shape[1] == 1:  # box_sums has rows and what is in them
-            size, stride, place = (np.insert(c, 0, fill, axis=1) for c, fill in ((size, 1), (stride, 0), (place, 0)))
+        if size.shape[1] == 1:  # box_sums takes at least two dimensions
+            size, stride, columns = (
+                np.insert(c, 0, fill, axis=1) for c, fill in ((size, 1), (stride, 0), (columns, 0))
+            )
             thin[:, 0] += 1
-        return cls._cut(words, (address - low) // itemsize, size, stride, place, thin, itemsize)
+        return cls._cut(words, (address - low) // itemsize, size, stride, columns, thin, itemsize)
 
     @classmethod
     def _cut(
@@ -209,21 +214,21 @@ class _Pieces:
         dim = (size > 1).argmax(axis=1)
         dim[(size == 1).all(axis=1)] = last
         extent, nbytes = size[rows, dim], size.prod(axis=1) * itemsize
-        most = np.maximum(_PIECE_BYTES // (nbytes // extent), 1)
-        most = np.where(dim == last, -(-most // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT, most)
-        count = -(-extent // most)
+        capacity = np.maximum(_PIECE_BYTES // (nbytes // extent), 1)
+        capacity = np.where(dim == last, -(-capacity // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT, capacity)
+        count = -(-extent // capacity)
         first = np.cumsum(count) - count
         box = np.repeat(rows, count)
-        begin = (np.arange(len(box)) - first[box]) * most[box]
-        start, size, place, thin = start[box] + begin * stride[box, dim[box]], size[box], place[box], thin[box]
-        where = np.arange(len(box)), dim[box]
-        size[where] = np.minimum(most[box], extent[box] - begin)
-        place[where] += begin
-        thin[:, 2] += np.where(thin[:, 0] == dim[box], begin, 0)
+        piece_start = (np.arange(len(box)) - first[box]) * capacity[box]
+        start, size, place, thin = start[box] + piece_start * stride[box, dim[box]], size[box], place[box], thin[box]
+        cut_entry = np.arange(len(box)), dim[box]
+        size[cut_entry] = np.minimum(capacity[box], extent[box] - piece_start)
+        place[cut_entry] += piece_start
+        thin[:, 2] += np.where(thin[:, 0] == dim[box], piece_start, 0)
         return cls(words, first, size.prod(axis=1) * itemsize, start, size, stride[box], place, thin)
 
     def run(self, table: _Constants, turn: int, threads: int) -> tuple[DigestArray, IntArray]:
-        """(k,) digests of the boxes, and peaks."""
+        """Digests (k,) of the boxes, and peaks (k,)."""
         shares = _shares(self.nbytes, threads)
         if len(shares) == 1:
             sums, peaks = self.sum(table, turn, *shares[0])
@@ -231,13 +236,13 @@ class _Pieces:
             with ThreadPoolExecutor(len(shares)) as pool:
                 parts = list(pool.map(lambda share: self.sum(table, turn, *share), shares))
             sums, peaks = (np.concatenate([part[i] for part in parts], axis=-1) for i in (0, 1))
-        joined = sums[0].astype(np.uint64) << np.uint64(32) | sums[1].astype(np.uint64)
-        if len(self.first) == len(joined):
-            return joined, peaks
-        return add_runs(joined, self.first), np.maximum.reduceat(peaks, self.first)
+        digests = sums[0].astype(np.uint64) << np.uint64(32) | sums[1].astype(np.uint64)
+        if len(self.first) == len(digests):
+            return digests, peaks
+        return add_runs(digests, self.first), np.maximum.reduceat(peaks, self.first)
 
     def sum(self, table: _Constants, turn: int, begin: int, end: int) -> tuple[IntArray, IntArray]:
-        """(2, end - begin) residues of some pieces, and their peaks."""
+        """Residues (2, end - begin) of pieces `begin` to `end` - 1, and their peaks."""
         loops = _loops()
         assert loops is not None
         sums, peaks = np.empty((2, end - begin), dtype=np.int64), np.empty(end - begin, dtype=np.int64)
@@ -249,8 +254,10 @@ class _Pieces:
 
 
 def _order(boxes: Boxes) -> IntArray:
-    """(k, D) dimensions from the outermost to the one that is summed first: a contiguous one, if there is one that is
-    long enough, else the longest. Those of size 1 come before all others, and of the rest those with larger strides.
+    """Dimensions (k, D) of each box, from the outermost to the one that is summed first.
+
+    The last is a contiguous one, if one is long enough, else the longest. Those of size 1 come before all others, which
+    are in order of falling strides.
     """
     vectors = (boxes.stride == 1) & (boxes.size >= _LONG)
     inner = np.where(vectors, boxes.size + _FARTHEST, boxes.size).argmax(axis=1)

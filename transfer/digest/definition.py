@@ -6,25 +6,25 @@ The digest of a box is, in each of two families of weights, the residue modulo P
 
     sum over its elements of (word(element) + BIAS) * w(index),    w(index) = c(0, index[0]) * c(1, index[1]) * ...
 
-where `index` is the position in the *logical* tensor, `word` the element's bits as a signed integer, c(dimension, i) a
-pseudo-random number in [1, 2^24] and P the prime 2^32 - 5. The two residues are joined to 64 bits. From this follows:
+Here `index` is the position in the *logical* tensor and `word` the element's bits as a signed integer. c(dimension, i)
+is a pseudo-random number in [1, 2^24], and P the prime 2^32 - 5. The two residues are joined to 64 bits. So:
 
 - The digests of the boxes of any partition add up, whatever their memory layout. `add` adds residue by residue.
 - No weight is 0 modulo P, because P is prime and larger than every c. A flipped bit changes a word by a power of two,
   which is no multiple of P, so it changes both residues, always. So does any change of one element of 8 or 16 bits.
 - Swapping two unequal elements along one dimension changes a residue unless both indices have the same constant in
-  that family; no two of the first 2^20 indices of a dimension have it in both (a test looks). Of all choices of
-  constants, a given change of a tensor with n dimensions is missed by at most (n / 2^24)^2 (Schwartz and Zippel: the
-  change of a residue is a polynomial of degree n in the constants, and not zero). Odd weights modulo 2^32 have no such
-  bound: two float32 numbers that differ only in sign could be swapped unseen.
+  that family. No two of the first 2^20 indices of a dimension share it in both (a test checks that).
+- At most (n / 2^24)^2 of all choices of constants miss a given change of a tensor with n dimensions. This is Schwartz
+  and Zippel's bound: the change of a residue is a polynomial of degree n in the constants, and not zero. Odd weights
+  modulo 2^32 have no such bound: two float32 numbers that differ only in sign could be swapped unseen.
 - BIAS tells zeros from nothing: word + BIAS is never 0 for words of 8 and 16 bits.
 
 Bits count, not values: -0.0 is not 0.0 and every NaN is itself. An element of 64 bits is two words, each with a weight.
 
 This module computes them with torch's own operations, on any device. A word of 16 bits times a constant of 24, summed
-over 8192 elements, stays within 2^53, and so do words of 32 bits times the halves of constants over 1024 elements. So
-the sum over the inner dimension is a matrix product in float64, exact in any order, and only one number per row remains
-to be reduced in integers. `digest_kernel` on GPUs and `digest_loops` on CPUs give the same several times as fast.
+over 8192 elements, stays within 2^53. So do words of 32 bits times the halves of constants over 1024 elements. The sum
+over the inner dimension is therefore a matrix product in float64, exact in any order. Only one number per row remains
+to be reduced in integers. `gpu_kernel` on GPUs and `cpu_loops` on CPUs give the same several times as fast.
 """
 
 from __future__ import annotations
@@ -73,26 +73,26 @@ def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None 
     """The digest of the box at `offset` of a logical tensor whose memory is `view`: 64 bits, not negative.
 
     `view` may have any strides and lie on any device; `offset` has one number per dimension. With `dtype` the values
-    are digested as `view.to(dtype)` has them, but that copy is never made as a whole: temporary memory is bounded at
-    some MiB. An empty box has digest 0. Raises LayoutError for an offset that does not fit the view, and for dtypes
-    that weightcast does not move.
+    are digested as `view.to(dtype)` has them. That copy is never made as a whole: temporary memory stays at some MiB.
+    An empty box has digest 0. Raises LayoutError for an offset that does not fit the view, and for dtypes that
+    weightcast does not move.
 
-    Which NaN a cast makes of a NaN is up to torch: on CPU `to` and `copy_` into a view with gaps do not agree. Whoever
-    sends a cast box has to send what `to` gives.
+    torch chooses the bits of a NaN that is cast: on CPU `to` and `copy_` into a view with gaps do not agree. So such
+    NaNs are digested as `settle_nan` leaves them, and the sender of a cast box has to settle them too.
     """
     size = tuple(view.shape)
     if len(offset) != len(size) or any(start < 0 for start in offset):
         raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
     sums, _ = box_residues(view[None], offset, [1] * len(size), dtype)
-    where = np.array([offset], dtype=np.int64).reshape(1, len(size))
-    factors = scale(where, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
+    origin = np.array([offset], dtype=np.int64).reshape(1, len(size))
+    factors = scale(origin, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
     return int(join(sums, factors)[0])
 
 
 def add(*digests: int) -> int:
     """The digest of a union of disjoint boxes from their digests; 0 for none."""
-    high = sum(one >> 32 for one in digests) % PRIME
-    low = sum(one & 0xFFFFFFFF for one in digests) % PRIME
+    high = sum(term >> 32 for term in digests) % PRIME
+    low = sum(term & 0xFFFFFFFF for term in digests) % PRIME
     return high << 32 | low
 
 
@@ -103,15 +103,16 @@ def add(*digests: int) -> int:
 def box_residues(
     boxes: torch.Tensor, offset: Sequence[int], step: Sequence[int], dtype: torch.dtype | None, with_peaks: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(n, *size) boxes at the same offset -> (2, n) int64 sums on their device, to be reduced modulo the prime, and
-    (n,) int64 peaks: the largest words without their sign, as digested; zeros if they are not asked for.
+    """Sums (2, n) int64 of boxes (n, *size) at the same offset, to be reduced modulo the prime, and peaks (n,) int64.
+
+    Both are on the boxes' device. A peak is the largest word without its sign, as digested; 0 without `with_peaks`.
 
     Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
     left out, so that the boxes may differ there; `scale` has them.
     """
     target = boxes.dtype if dtype is None else dtype
-    for one in (boxes.dtype, target):
-        from_torch(one)  # Raises for dtypes that weightcast does not move.
+    for kind in (boxes.dtype, target):
+        from_torch(kind)  # Raises for dtypes that weightcast does not move.
     total = torch.zeros((2, boxes.shape[0]), dtype=torch.int64, device=boxes.device)
     peaks = torch.zeros_like(total[0])
     if boxes.numel() == 0:
@@ -145,6 +146,7 @@ def _inner_dimension(values: torch.Tensor) -> int:
 
 
 def block_limit(device: torch.device) -> int:
+    """Most elements of a block on a device, for `blocks`."""
     return _BLOCK.get(device.type, _BLOCK_ELSEWHERE)
 
 
@@ -163,16 +165,17 @@ def _outer_blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...
     while prod(shape[dim + 1 :]) > limit:
         dim += 1
     step = limit // prod(shape[dim + 1 :])
-    whole = [slice(0, size) for size in shape[dim + 1 :]]
+    inner_slices = [slice(0, size) for size in shape[dim + 1 :]]
     for index in product(*map(range, shape[:dim])):
         single = [slice(i, i + 1) for i in index]
         for start in range(0, shape[dim], step):
-            yield (*single, slice(start, min(start + step, shape[dim])), *whole)
+            yield (*single, slice(start, min(start + step, shape[dim])), *inner_slices)
 
 
 class _Inner(NamedTuple):
-    """What the inner dimension is multiplied with: (2, size) integers, as (2 or 4, size) float64 `columns`, and what
-    BIAS adds to each row.
+    """Factors of the inner dimension: `constants` (2, size) int64, and as `columns` (2 or 4, size) in float64.
+
+    `bias` (2, 1) is what BIAS adds to each row.
     """
 
     constants: torch.Tensor
@@ -181,7 +184,7 @@ class _Inner(NamedTuple):
 
 
 class _Weights:
-    """The constants of the dimensions of one call, made for the ranges asked for and kept until others are asked for.
+    """Constants of the dimensions of one call, made for a range that is asked for and kept until another one is.
 
     `dims` are (dimension, offset of the box, step) triples, the inner one last.
     """
@@ -192,19 +195,19 @@ class _Weights:
         self._inner: tuple[slice, _Inner] | None = None
 
     def outer(self, position: int, cut: slice) -> torch.Tensor:
-        """(2, size) int64 constants of a range of the outer dimension at `position`."""
-        kept = self._outer.get(position)
-        if kept is None or kept[0] != cut:
-            kept = self._outer[position] = (cut, self._constants(position, cut))
-        return kept[1]
+        """Constants (2, size) int64 of a range of the outer dimension at `position`."""
+        entry = self._outer.get(position)
+        if entry is None or entry[0] != cut:
+            entry = self._outer[position] = (cut, self._constants(position, cut))
+        return entry[1]
 
     def inner(self, cut: slice) -> _Inner:
         """The columns of a range of the inner dimension; for 32-bit words the constants in two halves."""
         if self._inner is None or self._inner[0] != cut:
-            whole = self._constants(-1, cut)
-            halves = torch.cat([whole >> HALF_BITS, whole & (1 << HALF_BITS) - 1]) if self._in_halves else whole
-            bias = whole.sum(dim=1, keepdim=True) % PRIME * BIAS
-            self._inner = (cut, _Inner(whole, halves.to(torch.float64), bias))
+            table = self._constants(-1, cut)
+            halves = torch.cat([table >> HALF_BITS, table & (1 << HALF_BITS) - 1]) if self._in_halves else table
+            bias = table.sum(dim=1, keepdim=True) % PRIME * BIAS
+            self._inner = (cut, _Inner(table, halves.to(torch.float64), bias))
         return self._inner[1]
 
     def _constants(self, position: int, cut: slice) -> torch.Tensor:
@@ -218,8 +221,9 @@ class _Weights:
 def _row_sums(
     values: torch.Tensor, target: torch.dtype, inner: _Inner, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(..., size) values -> (2, ...) residues of sum((word + BIAS) * constant) over the inner dimension, and (...)
-    peaks if they are asked for.
+    """Residues (2, ...) of sum((word + BIAS) * constant) over the inner dimension of values (..., size).
+
+    Peaks (...) come second, if they are asked for.
     """
     cast = None if values.dtype == target else target
     # As words before anything is copied: a copy of bools would settle on one pattern for true.
@@ -248,21 +252,22 @@ def _words(values: torch.Tensor, cast: torch.dtype | None) -> torch.Tensor:
 
 
 def _peaks(words: torch.Tensor) -> torch.Tensor:
-    """(r, size) words -> (r,) int64, the largest of each row without its sign."""
+    """Peaks (r,) int64 of words (r, size): the largest of each row without its sign."""
     return (words & torch.iinfo(words.dtype).max).amax(dim=1).to(torch.int64)
 
 
 def _sums(
     rows: torch.Tensor, cast: torch.dtype | None, inner: _Inner, with_peaks: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(r, size) words, or values to cast to at most 4 bytes -> (2, r) residues of the sums of their rows, and (r,)
-    peaks if they are asked for.
+    """Residues (2, r) of the sums of rows (r, size), and peaks (r,) if they are asked for.
+
+    Rows have words, or values to cast to at most 4 bytes.
     """
     if rows.is_cuda and _has_kernel():
         from weightcast.transfer.digest.gpu_kernel import row_sums
 
-        found, largest = row_sums(_words(rows, cast), inner.constants)
-        return (found + inner.bias) % PRIME, largest
+        raw_sums, largest = row_sums(_words(rows, cast), inner.constants)
+        return (raw_sums + inner.bias) % PRIME, largest
     count, size = rows.shape
     itemsize = cast.itemsize if cast else rows.itemsize
     tiles = [slice(a, a + _TILE[itemsize]) for a in range(0, size, _TILE[itemsize])]
@@ -271,9 +276,9 @@ def _sums(
     step = min(count, max(1, (_STEP if rows.device.type == "cpu" else _BLOCK_ELSEWHERE) // size))
     buffer = torch.empty((step, size), dtype=torch.float64, device=rows.device)
     for first in range(0, count, step):
-        some = rows[first : first + step]
-        words = _words(some, cast)
-        wide = buffer[: len(some)].copy_(words)
+        batch = rows[first : first + step]
+        words = _words(batch, cast)
+        wide = buffer[: len(batch)].copy_(words)
         if peaks is not None:
             peaks[first : first + step] = _peaks(words)
         for tile, out in zip(tiles, products, strict=True):
@@ -285,10 +290,10 @@ def _sums(
 
 
 def join(sums: torch.Tensor, factors: IntArray) -> DigestArray:
-    """(2, n) sums and (2, n) factors -> (n,) digests. Waits for the device."""
-    reduced = sums.cpu().numpy() % PRIME
-    scaled = reduced.astype(np.uint64) * factors.astype(np.uint64) % np.uint64(PRIME)
-    return np.asarray(scaled[0] << np.uint64(32) | scaled[1])
+    """Digests (n,) from sums (2, n) and factors (2, n). Waits for the device."""
+    residues = sums.cpu().numpy() % PRIME
+    products = residues.astype(np.uint64) * factors.astype(np.uint64) % np.uint64(PRIME)
+    return np.asarray(products[0] << np.uint64(32) | products[1])
 
 
 # ---- constants
@@ -301,15 +306,15 @@ def _chunk(dim: int, number: int, device: torch.device) -> torch.Tensor:
 
 
 def _constants(dim: int, start: int, size: int, device: torch.device) -> torch.Tensor:
-    """(2, size) int64 constants of the indices of a dimension from `start`, on a device."""
+    """Constants (2, size) int64 of the indices of a dimension from `start`, on a device."""
     first, last = start // _CHUNK, (start + size - 1) // _CHUNK
     chunks = [_chunk(dim, number, device) for number in range(first, last + 1)]
-    joined = chunks[0] if first == last else torch.cat(chunks, dim=1)
-    return joined[:, start - first * _CHUNK :][:, :size]
+    table = chunks[0] if first == last else torch.cat(chunks, dim=1)
+    return table[:, start - first * _CHUNK :][:, :size]
 
 
 def scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:
-    """(k, D) boxes -> (2, k) products of the constants of their dimensions of size 1, padding left out."""
+    """Products (2, k) of the constants of the dimensions of size 1 of boxes (k, D), padding left out."""
     factors = np.ones((2, offset.shape[0]), dtype=np.int64)
     for dim in range(offset.shape[1]):
         single = (size[:, dim] == 1) & (ndim > dim)

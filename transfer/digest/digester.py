@@ -4,8 +4,8 @@
     digests = digester.run()
     digests, values = digester.read()    # and which boxes hold values that are not finite
 
-On a CPU with numba most boxes are scanned (`digest_scan`). The others, and all on a GPU, are digested by torch, those
-that are alike together: slots of an expert parameter, the same parameters of all layers.
+On a CPU with numba most boxes are scanned (`cpu_scan`). The others, and all on a GPU, are digested by torch. Boxes of
+one form are digested together: slots of an expert parameter, the same parameters of all layers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Reading(NamedTuple):
 
 
 class Digester:
-    """k boxes of a rank: what `digest(layout.box_view(...), offset, dtype)` gives for each, one by one.
+    """Digests of k boxes of a rank, each as `digest(layout.box_view(...), offset, dtype)` gives it.
 
-    `rows` (k,) are rows of the layout's table, `offsets` and `sizes` (k, D) boxes inside them in the coordinates of
-    their logical tensors, `dtypes` (k,) codes of the dtypes to digest in.
+    `rows` (k,) are rows of the layout's table. `offsets` and `sizes` (k, D) are boxes inside them, in coordinates of
+    their logical tensors. `dtypes` (k,) are codes of the dtypes to digest in.
     """
 
     def __init__(
@@ -47,26 +47,27 @@ class Digester:
     ) -> None:
         self._layout = layout
         boxes = Boxes.of(layout, rows, offsets, sizes, dtypes)
-        scanned = scannable(layout, boxes)
+        scan_mask = scannable(layout, boxes)
         self._boxes = boxes
-        self._scanned, self._stacked = np.flatnonzero(scanned), np.flatnonzero(~scanned)
-        self._limit = _limits(boxes, scanned)
+        self._scanned, self._stacked = np.flatnonzero(scan_mask), np.flatnonzero(~scan_mask)
+        self._limit = _limits(boxes, scan_mask)
         self._scan = Scan(layout, boxes.take(self._scanned)) if len(self._scanned) else None
         self._stacks = _Stacks(layout, boxes.take(self._stacked)) if len(self._stacked) else None
-        held = np.unique(boxes.base)
-        self._storages = [layout.memory.bases[base].untyped_storage() for base in held.tolist()]
-        self._addresses = layout.memory.address[held].tolist()
+        bases = np.unique(boxes.base)
+        self._storages = [layout.memory.bases[base].untyped_storage() for base in bases.tolist()]
+        self._addresses = layout.memory.address[bases].tolist()
 
     def run(self, sample: Sample | None = None) -> DigestArray:
-        """(k,) digests of what lies in memory now. With a `sample` only the elements in it count; such digests add up
-        to the digest of the tensor's sample.
+        """Digests (k,) of what lies in memory now.
+
+        With a `sample` only the elements in it count: such digests add up to the digest of the tensor's sample.
 
         Uses as many threads as torch does. Raises StalePlanError when memory was reallocated since the layout was made.
         """
         return self._run(sample, with_peaks=False)[0]
 
     def read(self, sample: Sample | None = None) -> Reading:
-        """What `run` gives, and how many of the same elements are infinite, no number, or will be by a cast.
+        """Digests as of `run`, and counts of the elements that are infinite or no number, or will be by a cast.
 
         They are found while the boxes are digested; boxes that hold some are read a second time to count them.
         """
@@ -75,8 +76,8 @@ class Digester:
         boxes = self._boxes.take(rows).sampled(sample)
         bases, counts = self._layout.memory.bases, {}
         for number, row in enumerate(rows.tolist()):
-            place = boxes.size[number].tolist(), boxes.stride[number].tolist(), int(boxes.start[number])
-            view = bases[int(boxes.base[number])].as_strided(*place)
+            geometry = boxes.size[number].tolist(), boxes.stride[number].tolist(), int(boxes.start[number])
+            view = bases[int(boxes.base[number])].as_strided(*geometry)
             counts[row] = count_values(view, to_torch(dtype_name(int(boxes.dtype[number]))))
         return Reading(digests, ValueCounts.of(counts))
 
@@ -92,27 +93,28 @@ class Digester:
         return digests, peaks
 
     def _check_memory(self) -> None:
-        # There may be ten thousands of storages: nothing but the call for each, and of storages, which cost less.
-        seen = list(map(torch.UntypedStorage.data_ptr, self._storages))
-        if seen != self._addresses:
-            moved = sum(now != then for now, then in zip(seen, self._addresses, strict=True))
+        # There may be ten thousands: one call for each, on the storage, which costs less than on a tensor.
+        addresses = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        if addresses != self._addresses:
+            moves = sum(address != old_address for address, old_address in zip(addresses, self._addresses, strict=True))
             raise StalePlanError(
-                f"{moved} of the {len(seen)} storages to digest were reallocated since they were described; "
+                f"{moves} of the {len(addresses)} storages to digest were reallocated since they were described; "
                 "connect again to plan anew"
             )
 
 
 def _limits(boxes: Boxes, scanned: BoolArray) -> IntArray:
-    """(k,) the least peak of a box that may hold a value that is not finite: `least_suspect`. Scans have peaks of words
-    as they are stored, torch of words as they are digested.
+    """Least peak (k,) with which each box may hold a value that is not finite (`least_suspect`).
+
+    Scans have peaks of words as they are stored, torch of words as they are digested.
     """
     kinds = np.stack([boxes.kind, boxes.dtype, scanned], axis=1)
-    distinct, which = np.unique(kinds, axis=0, return_inverse=True)
+    keys, inverse = np.unique(kinds, axis=0, return_inverse=True)
     limits = []
-    for kind, code, as_stored in distinct.tolist():
-        stored, wanted = boxes.kinds[kind][1], to_torch(dtype_name(code))
-        limits.append(least_suspect(stored, wanted, bool(as_stored)))
-    return np.array(limits, dtype=np.int64)[which.reshape(-1)]
+    for kind, code, as_stored in keys.tolist():
+        memory_dtype, digest_dtype = boxes.kinds[kind][1], to_torch(dtype_name(code))
+        limits.append(least_suspect(memory_dtype, digest_dtype, bool(as_stored)))
+    return np.array(limits, dtype=np.int64)[inverse.reshape(-1)]
 
 
 def digest_rows(
@@ -123,12 +125,12 @@ def digest_rows(
     dtypes: IntArray,
     sample: Sample | None = None,
 ) -> DigestArray:
-    """The digests of a Digester that is needed once."""
+    """Digests (k,) by a Digester that is needed once."""
     return Digester(layout, rows, offsets, sizes, dtypes).run(sample)
 
 
 class _Stacks:
-    """Boxes that torch digests: those that are alike together. The device is waited for once."""
+    """Boxes that torch digests, those of one form together. It waits for each device once."""
 
     def __init__(self, layout: RankLayout, boxes: Boxes) -> None:
         self._layout, self._boxes = layout, boxes
@@ -136,7 +138,7 @@ class _Stacks:
         self._scale = scale(boxes.offset, boxes.size, boxes.ndim)
 
     def run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
-        """(k,) digests, and peaks of the words as they are digested; zeros if they are not asked for."""
+        """Digests (k,), and peaks (k,) of the words as they are digested; zeros if they are not asked for."""
         if sample is not None:
             boxes = self._boxes.sampled(sample)
             factors = scale(boxes.offset, boxes.size, boxes.ndim)
@@ -155,17 +157,17 @@ class _Stacks:
     def _digests(
         self, boxes: Boxes, groups: list[IntArray], factors: IntArray, with_peaks: bool
     ) -> tuple[DigestArray, IntArray]:
-        found: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
+        parts: list[tuple[IntArray, torch.Tensor, torch.Tensor]] = []
         buffer = Buffer()
-        for some in groups:
-            target = to_torch(dtype_name(int(boxes.dtype[some[0]])))
-            place = boxes.offset[some[0]].tolist(), boxes.step[some[0]].tolist()
-            stacked = boxes.stacked(self._layout, some, buffer)
-            found.append((some, *box_residues(stacked, *place, target, with_peaks and target.is_floating_point)))
+        for members in groups:
+            target = to_torch(dtype_name(int(boxes.dtype[members[0]])))
+            origin = boxes.offset[members[0]].tolist(), boxes.step[members[0]].tolist()
+            stacked = boxes.stacked(self._layout, members, buffer)
+            parts.append((members, *box_residues(stacked, *origin, target, with_peaks and target.is_floating_point)))
         digests, peaks = np.zeros(len(boxes), dtype=np.uint64), np.zeros(len(boxes), dtype=np.int64)
-        for device in {sums.device for _, sums, _ in found}:
-            here = [one for one in found if one[1].device == device]
-            which = np.concatenate([some for some, _, _ in here])
-            digests[which] = join(torch.cat([sums for _, sums, _ in here], dim=1), factors[:, which])
-            peaks[which] = torch.cat([largest for _, _, largest in here]).cpu().numpy()
+        for device in {sums.device for _, sums, _ in parts}:
+            entries = [entry for entry in parts if entry[1].device == device]
+            rows = np.concatenate([members for members, _, _ in entries])
+            digests[rows] = join(torch.cat([sums for _, sums, _ in entries], dim=1), factors[:, rows])
+            peaks[rows] = torch.cat([largest for _, _, largest in entries]).cpu().numpy()
         return digests, peaks

@@ -1,10 +1,10 @@
 """Row sums of a digest on a GPU, in one pass over memory: a Triton kernel.
 
-Where `digest` widens words to 8 bytes and multiplies matrices, this reads each word once and multiplies integers. The
-words of several rows share the constants of a block, so that these cost little bandwidth. Sums stay below 2^63: a half
-word of 16 bits times a constant of 24 bits, added up along 2^20 steps of the loop and across a block.
+`definition` widens words to 8 bytes and multiplies matrices; this reads each word once and multiplies integers. The
+words of several rows share the constants of a block, so that these cost little bandwidth. Sums stay below 2^63: 2^23
+products of a half word of 16 bits and a constant of at most 2^24 fit. Rows from `blocks` have at most 2^16 words.
 
-Needs triton, which CUDA builds of torch bring along; imported only where there is a GPU.
+The module needs triton, which CUDA builds of torch bring along, and is imported only where there is a GPU.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _row_sums_kernel(
     high_a = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
     high_b = tl.zeros((ROWS, COLUMNS), dtype=tl.int64)
     peak = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
-    for begin in range(0, size, COLUMNS):
-        column = begin + tl.arange(0, COLUMNS)
+    for first in range(0, size, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
         inside = column < size
-        place = row[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
-        word = tl.load(words + place, mask=(row < rows)[:, None] & inside[None, :], other=0).to(tl.int32)
+        offset = row[:, None] * row_stride + column.to(tl.int64)[None, :] * column_stride
+        word = tl.load(words + offset, mask=(row < rows)[:, None] & inside[None, :], other=0).to(tl.int32)
         peak = tl.maximum(peak, word & MAGNITUDE)
         a = tl.load(constants + column, mask=inside, other=0).to(tl.int64)[None, :]
         b = tl.load(constants + size + column, mask=inside, other=0).to(tl.int64)[None, :]
@@ -71,10 +71,10 @@ def _row_sums_kernel(
 
 
 def row_sums(words: torch.Tensor, constants: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(r, size) signed words of 1, 2 or 4 bytes times (2, size) int64 constants -> (2, r) int64 sums of each row, and
-    (r,) int64 peaks: the largest word of each without its sign.
+    """Sums (2, r) int64 of rows (r, size) of signed words of 1, 2 or 4 bytes times constants (2, size) int64.
 
-    The sums are equal to the exact ones modulo the prime, but not reduced to one residue.
+    Peaks (r,) int64 come second: the largest word of each row without its sign. The sums are congruent to the exact
+    ones modulo the prime, but not reduced to one residue.
     """
     rows, size = words.shape
     sums = torch.empty((2, rows), dtype=torch.int64, device=words.device)

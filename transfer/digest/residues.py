@@ -1,4 +1,4 @@
-"""How digests add up, without torch: `weightcast.transfer.digest.definition` makes them, the gateway compares sums.
+"""Sums of digests, without torch: `weightcast.transfer.digest.definition` makes digests, the gateway compares sums.
 
 A digest is 64 bits, two residues modulo PRIME, the first in the high half. Digests of disjoint boxes add residue by
 residue to the digest of their union.

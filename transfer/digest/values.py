@@ -1,8 +1,8 @@
-"""Values that are infinite or no number: how many of them boxes hold, and how many a cast makes.
+"""Values that are infinite or no number: counts of those that boxes hold, and of those that a cast makes.
 
-Digests find them on the way. The *peak* of a box is the largest of its words without the sign, and in every type with a
-sign bit a value is finite where its word is less than a bound. Only boxes whose peak is not are looked at again, and
-counted.
+Digests find them on the way. The *peak* of a box is the largest of its words without the sign. In every type with a
+sign bit, a value is finite if its word without the sign is less than a bound. Only boxes whose peak is not less are
+read again, and counted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _FIRST = {
 _ROUNDS_UP = 0x7F7F8000
 """The least word of float32 that bfloat16 has as infinite: halfway to the number that would follow its largest."""
 _LARGEST, _TOO_LARGE = 0x7E, 464.0
-"""Of float8_e4m3fn, which has no infinity: its largest word is 448, to which torch (2.13) casts all that is larger, and
-what is infinite too. Values nearer to 480, the number that would follow, are too large.
+"""The largest word of float8_e4m3fn, 448, and the least value too large for it, halfway to 480, which would follow. The
+type has no infinity: torch (2.13) casts larger values to 448, and infinite ones too.
 """
 
 
 def least_suspect(held: torch.dtype, dtype: torch.dtype, as_stored: bool) -> int:
-    """The least peak of a box held as `held` and digested as `dtype` that may have values which are not finite, or too
-    large for the cast; 2^62 where no box has. The peak is one of words as they are stored, or as they are digested.
+    """The least peak of a box that may have values which are not finite, or too large for the cast to `dtype`.
+
+    It is 2^62 if no box has such values. Peaks are of words as they are stored, or else as they are digested.
     """
     if held == dtype or not as_stored:
         saturates = held != dtype and dtype == torch.float8_e4m3fn
@@ -44,16 +45,16 @@ def least_suspect(held: torch.dtype, dtype: torch.dtype, as_stored: bool) -> int
 
 @torch.no_grad()
 def count_values(box: torch.Tensor, dtype: torch.dtype) -> tuple[int, int, int]:
-    """How many elements are no number, are infinite, and are finite but too large for `dtype`."""
+    """Counts of elements that are no number, that are infinite, and that are finite but too large for `dtype`."""
     if not box.dtype.is_floating_point or not box.numel():
         return 0, 0, 0
     total = torch.zeros(3, dtype=torch.int64, device=box.device)
     values = box.reshape(1, 1) if box.ndim == 0 else box[None]
     for cut in blocks(tuple(values.shape), _BLOCK):
-        held = _wide(values[cut])
-        nan, inf = held.isnan(), held.isinf()
+        wide = _wide(values[cut])
+        nan, inf = wide.isnan(), wide.isinf()
         if dtype == torch.float8_e4m3fn:
-            overflow = held.abs() >= _TOO_LARGE
+            overflow = wide.abs() >= _TOO_LARGE
         else:
             overflow = ~_wide(values[cut].to(dtype)).isfinite()
         total += torch.stack([nan.sum(), inf.sum(), (overflow & ~(nan | inf)).sum()])

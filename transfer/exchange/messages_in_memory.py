@@ -1,7 +1,7 @@
-"""All messages of one rank in columns: with whom, in which round, in which direction, and where each box lies.
+"""Messages of one rank in columns: peer, round and direction of each, and the memory of each box.
 
-The messages of a pair follow from the rows that both ends have (`messages`), a stage after the other; rounds are their
-order by (stage, number in the pair), which is the same at both ends.
+The messages of a pair follow, stage after stage, from the rows that both ends have (`messages`). Rounds are their order
+by (stage, number in the pair), which is the same at both ends.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SPAN_BYTES = 1 << 11
 class Traffic:
     """m messages of one rank, and the copies between them and its memory.
 
-    Of messages, in columns: `peer`, `leaves` (bool), `stage`, `round`, `dtype`, `nbytes`. `copies` has groups that are
-    message numbers; side MEMORY is memory, side WIRE the message. `direct` (k,) says which copies need not be made,
-    because the transport reads or writes memory as it lies there; with `scatters` in as many places as it may be.
+    Columns (m,) of messages are `peer`, `leaves` (true for sent ones), `stage`, `round`, `dtype`, `nbytes`. Groups of
+    `copies` are message numbers; side MEMORY is memory, side WIRE the message. `direct` (k,) marks copies that need not
+    be made, because the transport reads or writes memory as it lies there. With `scatters` that may be many places.
     """
 
     peer: IntArray
@@ -52,14 +52,14 @@ class Traffic:
 
     @property
     def straight(self) -> BoolArray:
-        """(m,) the messages of which nothing is copied."""
-        found = np.ones(len(self.dtype), dtype=bool)
-        found[self.copies.group[~self.direct]] = False
-        return found
+        """Mask (m,) of the messages of which nothing is copied."""
+        mask = np.ones(len(self.dtype), dtype=bool)
+        mask[self.copies.group[~self.direct]] = False
+        return mask
 
 
 def _departures(part: RankPart) -> BoolArray:
-    """Which operations this rank sends, as a trainer rank or as one that passes boxes on."""
+    """Mask of the operations that this rank sends, as a trainer rank or as one that passes boxes on."""
     ops = part.operations
     if part.is_trainer:
         return np.asarray(ops.kind == Kind.SEND)
@@ -67,39 +67,39 @@ def _departures(part: RankPart) -> BoolArray:
 
 
 def check_operations(part: RankPart, layout: RankLayout) -> None:
-    """A part came over a network: what it names must lie where this rank holds it."""
-    ops, where = part.operations, f"{part.instance} {'trainer' if part.is_trainer else 'rank'} {part.rank}"
+    """Checks that a part, which came over a network, names only what this rank holds. Raises PlanError."""
+    ops, rank_name = part.operations, f"{part.instance} {'trainer' if part.is_trainer else 'rank'} {part.rank}"
     if part.is_trainer and (ops.kind != Kind.SEND).any():
         i = int((ops.kind != Kind.SEND).argmax())
-        raise PlanError(f"{where}: operation {i} has kind {int(ops.kind[i])}, expected {int(Kind.SEND)}, a send")
+        raise PlanError(f"{rank_name}: operation {i} has kind {int(ops.kind[i])}, expected {int(Kind.SEND)}, a send")
     for rows, regions in _ends(part):
         if ((regions < 0) | (regions >= len(layout.table))).any():
-            raise PlanError(f"{where}: an operation names a region outside 0..{len(layout.table) - 1}")
+            raise PlanError(f"{rank_name}: an operation names a region outside 0..{len(layout.table) - 1}")
         table = layout.table
         width = max(table.tensors.width, ops.offset.shape[1])
         low, size = pad_boxes(ops.offset[rows], width, 0), pad_boxes(ops.size[rows], width, 1)
-        held, extent = pad_boxes(table.offset[regions], width, 0), pad_boxes(table.size[regions], width, 1)
-        planned = np.array(part.tensors.names, dtype=object)[ops.tensor[rows]]
-        mine = np.array(table.tensors.names, dtype=object)[table.tensor[regions]]
-        bad = (planned != mine) | ((low < held) | (size < 0) | (low + size > held + extent)).any(axis=1)
+        corner, extent = pad_boxes(table.offset[regions], width, 0), pad_boxes(table.size[regions], width, 1)
+        names = np.array(part.tensors.names, dtype=object)[ops.tensor[rows]]
+        own_names = np.array(table.tensors.names, dtype=object)[table.tensor[regions]]
+        bad = (names != own_names) | ((low < corner) | (size < 0) | (low + size > corner + extent)).any(axis=1)
         if bad.any():
             i = int(bad.argmax())
             raise PlanError(
-                f"{where}: operation {int(rows[i])} moves {planned[i]!r} offset {low[i].tolist()} "
+                f"{rank_name}: operation {int(rows[i])} moves {names[i]!r} offset {low[i].tolist()} "
                 f"size {size[i].tolist()}, but region {int(regions[i])} is {table.region(int(regions[i]))}"
             )
         if not part.is_trainer:
-            _check_dtypes(part, layout, rows, regions, where)
+            _check_dtypes(part, layout, rows, regions, rank_name)
 
 
 def _check_dtypes(part: RankPart, layout: RankLayout, rows: IntArray, regions: IntArray, where: str) -> None:
-    held = layout.table.tensors.dtype[layout.table.tensor[regions]]
-    wire = part.wire_dtype[rows]
-    if (held != wire).any():
-        i = int((held != wire).argmax())
+    memory_dtype = layout.table.tensors.dtype[layout.table.tensor[regions]]
+    wire_dtype = part.wire_dtype[rows]
+    if (memory_dtype != wire_dtype).any():
+        i = int((memory_dtype != wire_dtype).argmax())
         raise PlanError(
             f"{where}: tensor {part.tensors.names[int(part.operations.tensor[rows[i]])]!r} travels as "
-            f"{dtype_name(int(wire[i]))}, expected {dtype_name(int(held[i]))} as it is held"
+            f"{dtype_name(int(wire_dtype[i]))}, expected {dtype_name(int(memory_dtype[i]))} as it is held"
         )
 
 
@@ -110,8 +110,8 @@ def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
     copies = np.flatnonzero(ops.kind == Kind.COPY)
     if part.is_trainer:
         return [(np.arange(len(ops)), ops.src_region)]
-    read = np.concatenate([departures, copies])
-    return [(arrivals, ops.dst_region[arrivals]), (read, ops.src_region[read])]
+    reads = np.concatenate([departures, copies])
+    return [(arrivals, ops.dst_region[arrivals]), (reads, ops.src_region[reads])]
 
 
 def find_traffic(
@@ -119,41 +119,41 @@ def find_traffic(
 ) -> Traffic:
     """Cuts the boxes that this rank exchanges with each peer and finds them in memory.
 
-    A transport that `scatters` takes messages that lie in many places, others those that are one run of memory. With
-    `staged` everything is copied.
+    A transport that `scatters` takes messages that lie in many places, others only those that are one run of memory.
+    With `staged` everything is copied.
     """
     ops, leaves = part.operations, _departures(part)
     trainers = len(part.trainer_ranks)
-    sent = np.flatnonzero(ops.kind == Kind.SEND)
-    other = np.where(leaves, ops.dst_rank, ops.src_rank)
-    peer = trainers + other
+    send_rows = np.flatnonzero(ops.kind == Kind.SEND)
+    remote_rank = np.where(leaves, ops.dst_rank, ops.src_rank)
+    peer = trainers + remote_rank
     if not part.is_trainer:
-        peer[sent] = np.searchsorted(np.array(part.trainer_ranks, dtype=np.int64), other[sent])
+        peer[send_rows] = np.searchsorted(np.array(part.trainer_ranks, dtype=np.int64), remote_rank[send_rows])
     region = np.where(leaves, ops.src_region, ops.dst_region)
 
     limit = message_limit(part.bucket_bytes, part.most_peers)
-    moved = np.flatnonzero(ops.kind != Kind.COPY)
-    due = np.zeros(len(ops), dtype=np.int64) if part.stage is None else part.stage
-    keys = np.stack([peer, leaves, due], axis=1)[moved]
+    exchange_rows = np.flatnonzero(ops.kind != Kind.COPY)
+    stage_of_row = np.zeros(len(ops), dtype=np.int64) if part.stage is None else part.stage
+    keys = np.stack([peer, leaves, stage_of_row], axis=1)[exchange_rows]
     columns: list[list[IntArray]] = []
     messages = 0
     for key in np.unique(keys, axis=0):
-        mine = moved[(keys == key).all(axis=1)]
-        made = cut_messages(ops.size[mine], part.wire_dtype[mine], limit, limit if scatters else LARGE_BYTES)
-        boxes = mine[made.box]
+        rows = exchange_rows[(keys == key).all(axis=1)]
+        group = cut_messages(ops.size[rows], part.wire_dtype[rows], limit, limit if scatters else LARGE_BYTES)
+        boxes = rows[group.box]
         columns.append(
             [
-                *np.repeat(key[:, None], len(made), axis=1), made.round, made.dtype, made.nbytes,
-                made.message + messages, region[boxes], ops.offset[boxes] + made.offset, made.size, made.start,
+                *np.repeat(key[:, None], len(group), axis=1), group.round, group.dtype, group.nbytes,
+                group.message + messages, region[boxes], ops.offset[boxes] + group.offset, group.size, group.start,
             ]
         )  # fmt: skip
-        messages += len(made)
+        messages += len(group)
     if not columns:
         columns = [[np.zeros((0, ops.size.shape[1]) if i in (8, 9) else 0, dtype=np.int64) for i in range(11)]]
-    peers, leaving, stage, number, dtype, nbytes, message, held, offset, size, start = (
+    peers, departs, stage, number, dtype, nbytes, message, regions, offset, size, start = (
         np.concatenate(c) for c in zip(*columns, strict=True)
     )
-    base, first, stride, size = in_memory(layout, held, offset, size)
+    base, first, stride, size = in_memory(layout, regions, offset, size)
     copies = join(
         StridedCopies(
             message,
@@ -165,7 +165,7 @@ def find_traffic(
     )
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
     direct = np.zeros(len(copies), dtype=bool) if staged else _direct(copies, dtype, layout, device, scatters)
-    return Traffic(peers, leaving.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
+    return Traffic(peers, departs.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
 
 
 def in_memory(
@@ -182,17 +182,17 @@ def in_memory(
 def _direct(
     copies: StridedCopies, dtype: IntArray, layout: RankLayout, device: torch.device, scatters: bool
 ) -> BoolArray:
-    """(k,) copies whose memory has the dtype of the wire, is on the device of the wire, and as compact as it takes."""
+    """Mask (k,) of copies whose memory has the dtype and device of the wire and is as compact as it takes."""
     if not len(copies):
         return np.zeros(0, dtype=bool)
     bases = layout.memory.bases
-    wire = np.array([to_torch(dtype_name(int(code))) for code in dtype], dtype=object)[copies.group]
-    held = np.array([b.dtype for b in bases], dtype=object)[copies.base[:, MEMORY]]
-    here = np.array([b.device == device for b in bases], dtype=bool)[copies.base[:, MEMORY]]
-    alone = np.bincount(copies.group, minlength=len(dtype))[copies.group] == 1
-    compact = alone & copies.contiguous(MEMORY)
+    wire_dtype = np.array([to_torch(dtype_name(int(code))) for code in dtype], dtype=object)[copies.group]
+    memory_dtype = np.array([b.dtype for b in bases], dtype=object)[copies.base[:, MEMORY]]
+    on_device = np.array([b.device == device for b in bases], dtype=bool)[copies.base[:, MEMORY]]
+    sole_copy = np.bincount(copies.group, minlength=len(dtype))[copies.group] == 1
+    compact = sole_copy & copies.contiguous(MEMORY)
     if scatters:
         inner = copies.size[:, -1]
         run = (copies.stride[:, -1, MEMORY] == 1) | (inner == 1)
         compact |= run & (inner * ITEMSIZE[dtype[copies.group]] >= SPAN_BYTES)
-    return np.asarray(compact & (wire == held) & here)
+    return np.asarray(compact & (wire_dtype == memory_dtype) & on_device)

@@ -21,28 +21,26 @@ def audit_dispatch(placement: ExpertPlacement, dispatch: IntArray) -> None:
     if len(dispatch) == 0:
         return
     layer, expert, slot = dispatch.T
-    outside = (layer < 0) | (expert < 0) | (slot < 0)
-    outside |= (expert >= placement.num_logical) | (slot >= placement.num_physical)
-    if outside.any():
-        row = dispatch[int(outside.argmax())]
+    outliers = (layer < 0) | (expert < 0) | (slot < 0)
+    outliers |= (expert >= placement.num_logical) | (slot >= placement.num_physical)
+    if outliers.any():
+        row = dispatch[int(outliers.argmax())]
         raise AgreementError(
             f"layer {row[0]}: the dispatcher may send logical expert {row[1]} to physical slot {row[2]}, expected "
-            "experts "
-            f"0..{placement.num_logical - 1} and slots 0..{placement.num_physical - 1}"
+            f"experts 0..{placement.num_logical - 1} and slots 0..{placement.num_physical - 1}"
         )
-    past = layer >= placement.num_layers
-    inside = np.where(past, 0, layer)
-    held = np.where(past, slot % placement.num_logical, placement.physical_to_logical[inside, slot])
-    wrong = held != expert
-    if wrong.any():
-        at = int(wrong.argmax())
+    is_past = layer >= placement.num_layers
+    map_layer = np.where(is_past, 0, layer)
+    occupant = np.where(is_past, slot % placement.num_logical, placement.physical_to_logical[map_layer, slot])
+    mismatch = occupant != expert
+    if mismatch.any():
+        at = int(mismatch.argmax())
         row = dispatch[at]
         rank, local = divmod(int(row[2]), placement.slots_per_rank)
         raise AgreementError(
             f"layer {row[0]}: the dispatcher may send logical expert {row[1]} to physical slot {row[2]} (EP rank "
-            f"{rank}, "
-            f"local slot {local}), which holds logical expert {held[at]} by the placement; {int(wrong.sum())} such "
-            "entries"
+            f"{rank}, local slot {local}), which holds logical expert {occupant[at]} by the placement; "
+            f"{int(mismatch.sum())} such entries"
         )
 
 
@@ -57,16 +55,15 @@ def audit_shared_dispatch(tables: Mapping[int, IntArray]) -> None:
         cuts = np.flatnonzero(np.diff(rows[:, 0])) + 1
         for part in np.split(rows, cuts) if len(rows) else []:
             layer = int(part[0, 0])
-            first_rank, first = by_layer.setdefault(layer, (rank, part))
-            if np.array_equal(first, part):
+            first_rank, first_part = by_layer.setdefault(layer, (rank, part))
+            if np.array_equal(first_part, part):
                 continue
-            mine, other = {tuple(r) for r in part.tolist()}, {tuple(r) for r in first.tolist()}
-            _, expert, _ = min(mine ^ other)
+            choices, first_choices = {tuple(r) for r in part.tolist()}, {tuple(r) for r in first_part.tolist()}
+            _, expert, _ = min(choices ^ first_choices)
             raise AgreementError(
                 f"layer {layer}, logical expert {expert}: the dispatcher of rank {rank} may choose physical slots "
-                f"{_slots(mine, expert)}, that of rank {first_rank} {_slots(other, expert)}; without an all-to-all "
-                "backend "
-                "all EP ranks must have the same table, or the expert is summed twice"
+                f"{_slots(choices, expert)}, that of rank {first_rank} {_slots(first_choices, expert)}; without an "
+                "all-to-all backend all EP ranks must have the same table, or the expert is summed twice"
             )
 
 

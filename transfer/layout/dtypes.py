@@ -47,14 +47,14 @@ _CASTS: dict[str, tuple[str, ...]] = {
     "int16": ("int32", "int64"),
     "int32": ("int64",),
 }
-"""To which other types values of a type may be cast; between others they could become different values unseen."""
+"""Other types to which values of a type may be cast. Any other cast could change values unseen."""
 _ALLOWED = np.eye(len(NAMES), dtype=bool)
 for _held, _wanted in _CASTS.items():
     _ALLOWED[_CODES[_held], [_CODES[name] for name in _wanted]] = True
 
 
 def cast_allowed(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """(k,) dtype codes of the trainer and of an instance -> (k,) bool, whether such values may be moved."""
+    """(k,) dtype codes of the trainer and of an instance -> (k,) bool, true where such values may be moved."""
     return np.asarray(_ALLOWED[held, wanted])
 
 
@@ -85,7 +85,7 @@ def to_torch(name: str) -> torch.dtype:
     import torch
 
     dtype_code(name)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise LayoutError(f"this torch ({torch.__version__}) has no dtype {name}")
-    return found
+    return dtype

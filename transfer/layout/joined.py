@@ -1,7 +1,7 @@
 """The region tables of many ranks, joined: one set of columns and one numbering of tensors, of a side or of a pair.
 
 Names are looked up once, when the tables of a side are joined. The gateway joins the ranks of an instance with the
-trainer's tensors as a catalog: then the side remembers the row of each of its tensors there, and joining the pair looks
+trainer's tensors as a catalog. The side then remembers the row of each of its tensors there, and joining the pair looks
 up no name again.
 """
 
@@ -81,11 +81,13 @@ class JoinedRegions:
 class JoinedRanks:
     """All regions of the trainer or of one instance, ordered by (rank, region), nothing left out.
 
-    `name` is "" for the trainer. `rank`, `region`, `tensor` and `slot` are (n,), `offset` and `size` (n, D); `tensor`
-    numbers the T `tensors`: those of the side in the order in which its ranks first declare them, or those of the pair
-    once the side is part of one. Region i of rank r is row `first[r] + i`; `first` is (world + 1,). `dtype` (T,) has
-    the side's element types, UNKNOWN for tensors that it does not declare. `fingerprints` has one for each rank's
-    table. `catalog_row` (T,) is the row of each tensor in `catalog`, -1 for none, where the side was joined with one.
+    `name` is "" for the trainer. `rank`, `region`, `tensor` and `slot` are (n,), `offset` and `size` (n, D). Region i
+    of rank r is row `first[r] + i`; `first` is (world + 1,). `tensor` numbers the T `tensors`: those of the side in the
+    order in which its ranks first declare them, or those of the pair once the side is in one.
+
+    `dtype` (T,) has the side's element types, UNKNOWN for tensors that it does not declare. `fingerprints` has one for
+    each rank's table. `catalog_row` (T,) is the row of each tensor in `catalog`, -1 for none, where the side was joined
+    with one.
     """
 
     name: str
@@ -104,7 +106,7 @@ class JoinedRanks:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the side."""
         return int(self.first.shape[0]) - 1
 
     def __len__(self) -> int:
@@ -128,7 +130,7 @@ class JoinedRanks:
         return JoinedRegions(self.rank, self.tensor, self.offset, self.size, self.slot)
 
     def renamed(self, name: str) -> JoinedRanks:
-        """Returns the same columns under another name, with what was worked out from them already."""
+        """Returns the same columns under another name, with the values computed from them so far."""
         twin = replace(self, name=name)
         twin.__dict__.update(volume=self.volume, holds=self.holds)
         return twin
@@ -166,8 +168,8 @@ Ranks: TypeAlias = "JoinedRanks | Sequence[RegionTable]"
 class JoinedPair:
     """The trainer, the instances, and the logical tensors of both: `tensors` has the trainer's dtypes.
 
-    Tensors are ordered by layer: `layers` (L,) are the layer numbers in their names, ascending, first NONE for names
-    without one; those of layer `layers[i]` are rows `layer_start[i]` to `layer_start[i + 1] - 1`. `catalog` are the
+    Tensors are ordered by layer. `layers` (L,) are the layer numbers in their names, ascending, first NONE for names
+    without one. Layer `layers[i]` has the rows from `layer_start[i]` to `layer_start[i + 1] - 1`. `catalog` are the
     trainer's tensors in the trainer's own order, `catalog_row` (C,) their rows in the pair's.
     """
 
@@ -181,7 +183,7 @@ class JoinedPair:
 
     @cached_property
     def layer(self) -> IntArray:
-        """(T,) the place among `layers` of each tensor's layer."""
+        """(T,) index in `layers` of each tensor's layer."""
         return np.repeat(np.arange(self.layers.shape[0], dtype=np.int64), np.diff(self.layer_start))
 
     def rows_of(self, side: JoinedRanks) -> IntArray:
@@ -193,20 +195,20 @@ class JoinedPair:
 def join_ranks(name: str, tables: Sequence[RegionTable], catalog: TensorTable | None = None) -> JoinedRanks:
     """Joins the tables of all ranks of one side by the names of their tensors; rank i has the i-th table.
 
-    Raises LayoutError, naming tensor, both ranks and both values, where two ranks differ about a shape or dtype or the
-    side and the trainer's `catalog` about a shape, and for a side without ranks.
+    Raises LayoutError for a side without ranks. It also does where two ranks differ about a shape or dtype, or the side
+    and the trainer's `catalog` about a shape. The message then names the tensor, both holders and both values.
     """
     if not tables:
         raise LayoutError(f"{SideName(name)} has no ranks")
     fingerprints = tuple(table.fingerprint for table in tables)
-    distinct = {fingerprint: table.tensors for fingerprint, table in zip(fingerprints, tables, strict=True)}
-    names, numbers, catalog_row = _number(tuple(distinct.values()), catalog)
-    rows = dict(zip(distinct, numbers, strict=True))
-    declared = _Declared(SideName(name), names, max(tensors.width for tensors in distinct.values()))
+    distinct_tables = {fingerprint: table.tensors for fingerprint, table in zip(fingerprints, tables, strict=True)}
+    names, numbers, catalog_row = _number(tuple(distinct_tables.values()), catalog)
+    rows = dict(zip(distinct_tables, numbers, strict=True))
+    declarations = _Declared(SideName(name), names, max(tensors.width for tensors in distinct_tables.values()))
     for rank, (fingerprint, table) in enumerate(zip(fingerprints, tables, strict=True)):
-        if distinct.pop(fingerprint, None) is not None:
-            declared.add(rank, table.tensors, rows[fingerprint])
-    tensors, width = declared.table(), declared.width
+        if distinct_tables.pop(fingerprint, None) is not None:
+            declarations.add(rank, table.tensors, rows[fingerprint])
+    tensors, width = declarations.table(), declarations.width
     if catalog is not None and catalog_row is not None:
         _require_shapes(SideName(name), tensors, catalog, catalog_row)
     count = np.array([len(table) for table in tables], dtype=np.int64)
@@ -236,8 +238,8 @@ def as_joined(name: str, ranks: Ranks, catalog: TensorTable | None = None) -> Jo
 def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
     """Joins both sides of a pair; sides that are no JoinedRanks yet are joined first.
 
-    Raises what `join_ranks` raises, and LayoutError where sides differ about a shape, for a pair without instances, for
-    an instance without a name and for tensors too large to count in bytes.
+    Raises the errors of `join_ranks`. Raises LayoutError also for a pair without instances and an instance without a
+    name. So it does where sides differ about a shape, and for tensors too large to count in bytes.
     """
     if not instances:
         raise LayoutError("there is no instance to plan for")
@@ -246,29 +248,29 @@ def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
     sender = as_joined("", trainer)
     catalog = sender.tensors
     receivers = [as_joined(name, ranks, catalog) for name, ranks in instances.items()]
-    known = {side.fingerprints: side.rows_in(catalog) for side in receivers}
-    everything = _everything(catalog, receivers, known)
-    layer = parse_layers(everything.names)
+    side_rows = {side.fingerprints: side.rows_in(catalog) for side in receivers}
+    union = _everything(catalog, receivers, side_rows)
+    layer = parse_layers(union.names)
     order = stable_order(layer - NONE, int(layer.max(initial=NONE)) - NONE + 1)
-    place = np.empty_like(order)
-    place[order] = np.arange(order.shape[0], dtype=np.int64)
+    pair_row = np.empty_like(order)
+    pair_row[order] = np.arange(order.shape[0], dtype=np.int64)
     layers, start = np.unique(layer[order], return_index=True)
     tensors = TensorTable(
-        tuple(map(everything.names.__getitem__, order.tolist())),
-        np.take(everything.shape, order, axis=0),
-        everything.ndim[order],
-        everything.dtype[order],
+        tuple(map(union.names.__getitem__, order.tolist())),
+        np.take(union.shape, order, axis=0),
+        union.ndim[order],
+        union.dtype[order],
     )
     _require_addressable(tensors)
-    joined: dict[tuple[str, ...], JoinedRanks] = {}
+    renumberings: dict[tuple[str, ...], JoinedRanks] = {}
     sides = []
     for name, side in zip(instances, receivers, strict=True):
-        if side.fingerprints not in joined:
-            _require_shapes(SideName(name), side.tensors, everything, known[side.fingerprints])
-            joined[side.fingerprints] = side.renumbered(tensors, place[known[side.fingerprints]])
-        twin = joined[side.fingerprints]
+        if side.fingerprints not in renumberings:
+            _require_shapes(SideName(name), side.tensors, union, side_rows[side.fingerprints])
+            renumberings[side.fingerprints] = side.renumbered(tensors, pair_row[side_rows[side.fingerprints]])
+        twin = renumberings[side.fingerprints]
         sides.append(twin if twin.name == name else twin.renamed(name))
-    catalog_row = place[: len(catalog)]
+    catalog_row = pair_row[: len(catalog)]
     return JoinedPair(
         tensors,
         sender.renumbered(tensors, catalog_row),
@@ -283,44 +285,44 @@ def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
 def _everything(
     catalog: TensorTable, sides: Sequence[JoinedRanks], known: dict[tuple[str, ...], IntArray]
 ) -> TensorTable:
-    """Returns the trainer's tensors, and behind them those that only instances declare, whose rows `known` gets."""
+    """Returns the trainer's tensors and then those that only instances declare, whose rows it writes to `known`."""
     width = max([catalog.width, *(side.tensors.width for side in sides)])
     shape, ndim, dtype = [pad_boxes(catalog.shape, width, 1)], [catalog.ndim], [catalog.dtype]
-    extra: dict[str, int] = {}
+    additions: dict[str, int] = {}
     for side in sides:
         row = known[side.fingerprints]
         if not (row < 0).any():
             continue
-        table, first = side.tensors, len(catalog) + len(extra)
+        table, first = side.tensors, len(catalog) + len(additions)
         strangers = np.flatnonzero(row < 0)
         names = [table.names[i] for i in strangers.tolist()]
-        fresh = strangers[[name not in extra for name in names]]
-        extra |= {table.names[i]: first + number for number, i in enumerate(fresh.tolist())}
-        shape.append(pad_boxes(table.shape[fresh], width, 1))
-        ndim.append(table.ndim[fresh])
-        dtype.append(table.dtype[fresh])
+        newcomers = strangers[[name not in additions for name in names]]
+        additions |= {table.names[i]: first + number for number, i in enumerate(newcomers.tolist())}
+        shape.append(pad_boxes(table.shape[newcomers], width, 1))
+        ndim.append(table.ndim[newcomers])
+        dtype.append(table.dtype[newcomers])
         row = row.copy()
-        row[strangers] = [extra[name] for name in names]
+        row[strangers] = [additions[name] for name in names]
         known[side.fingerprints] = row
-    return TensorTable((*catalog.names, *extra), np.concatenate(shape), np.concatenate(ndim), np.concatenate(dtype))
+    return TensorTable((*catalog.names, *additions), np.concatenate(shape), np.concatenate(ndim), np.concatenate(dtype))
 
 
 def _number(
     tables: Sequence[TensorTable], catalog: TensorTable | None
 ) -> tuple[tuple[str, ...], list[IntArray], IntArray | None]:
-    """The names of all tables, in the order in which they first appear; the number of each of a table's; and, with a
-    catalog, the row of each there, -1 for none.
+    """Numbers the names of all tables in the order in which they first appear.
 
+    Returns the names, the numbers of each table's names, and with a catalog the row of each name there, -1 for none.
     Looking up names is most of the work of a join, so each is looked up once where the catalog has all of them.
     """
     if catalog is not None:
         rows = [find_names(catalog.index, table.names) for table in tables]
-        every = np.concatenate(rows)
-        if (every >= 0).all():
-            known = _in_order(every, len(catalog))
+        all_rows = np.concatenate(rows)
+        if (all_rows >= 0).all():
+            order = _in_order(all_rows, len(catalog))
             number = np.empty(len(catalog), dtype=np.int64)
-            number[known] = np.arange(known.shape[0], dtype=np.int64)
-            return tuple(map(catalog.names.__getitem__, known.tolist())), [number[row] for row in rows], known
+            number[order] = np.arange(order.shape[0], dtype=np.int64)
+            return tuple(map(catalog.names.__getitem__, order.tolist())), [number[row] for row in rows], order
     names = tuple(dict.fromkeys(chain.from_iterable(table.names for table in tables)))
     index = dict(zip(names, range(len(names)), strict=True))
     numbers = [number_names(index, table.names) for table in tables]
@@ -336,7 +338,7 @@ def _in_order(rows: IntArray, extent: int) -> IntArray:
 
 
 class _Declared:
-    """Shapes and dtypes of the tensors of a side, and the rank that declared each first."""
+    """Shapes and dtypes of the tensors of a side, and the first rank to declare each."""
 
     def __init__(self, side: SideName, names: tuple[str, ...], width: int) -> None:
         self._side, self._names, self.width = side, names, width
@@ -348,22 +350,26 @@ class _Declared:
     def add(self, rank: int, tensors: TensorTable, rows: IntArray) -> None:
         """Adds the declarations of one rank. Raises LayoutError where it differs from a lower rank."""
         shape = pad_boxes(tensors.shape, self.width, 1)
-        new = self._declarer[rows] < 0
-        fresh = rows[new]
-        self._shape[fresh], self._ndim[fresh], self._dtype[fresh] = shape[new], tensors.ndim[new], tensors.dtype[new]
-        self._declarer[fresh] = rank
+        is_new = self._declarer[rows] < 0
+        new_rows = rows[is_new]
+        self._shape[new_rows], self._ndim[new_rows], self._dtype[new_rows] = (
+            shape[is_new],
+            tensors.ndim[is_new],
+            tensors.dtype[is_new],
+        )
+        self._declarer[new_rows] = rank
         differs = (self._ndim[rows] != tensors.ndim) | (np.take(self._shape, rows, axis=0) != shape).any(axis=1)
         if differs.any():
             at = int(differs.argmax())
             row = int(rows[at])
-            known = self._shape[row, : self._ndim[row]].tolist()
-            raise self._disagreement(row, rank, f"shape {known}", f"shape {list(tensors.spec(at).shape)}")
+            first_shape = self._shape[row, : self._ndim[row]].tolist()
+            raise self._disagreement(row, rank, f"shape {first_shape}", f"shape {list(tensors.spec(at).shape)}")
         differs = self._dtype[rows] != tensors.dtype
         if differs.any():
             at = int(differs.argmax())
             row = int(rows[at])
-            known_dtype = dtype_name(int(self._dtype[row]))
-            raise self._disagreement(row, rank, f"dtype {known_dtype}", f"dtype {tensors.spec(at).dtype}")
+            first_dtype = dtype_name(int(self._dtype[row]))
+            raise self._disagreement(row, rank, f"dtype {first_dtype}", f"dtype {tensors.spec(at).dtype}")
 
     def _disagreement(self, row: int, rank: int, known: str, differing: str) -> LayoutError:
         first = self._side.rank(int(self._declarer[row]))
@@ -375,15 +381,18 @@ class _Declared:
 
 
 def _require_shapes(side: SideName, tensors: TensorTable, catalog: TensorTable, row: IntArray) -> None:
-    """Raises LayoutError where a tensor of a side has another shape than row `row[i]` of a catalog, -1 for none."""
-    own = np.flatnonzero(row >= 0)
-    row = row[own]
+    """Checks that a tensor of a side has the shape of row `row[i]` of a catalog, -1 for none. Raises LayoutError."""
+    index = np.flatnonzero(row >= 0)
+    row = row[index]
     width = max(tensors.width, catalog.width)
-    shape, other = pad_boxes(tensors.shape[own], width, 1), pad_boxes(np.take(catalog.shape, row, axis=0), width, 1)
-    differs = (shape != other).any(axis=1) | (tensors.ndim[own] != catalog.ndim[row])
+    shape, catalog_shape = (
+        pad_boxes(tensors.shape[index], width, 1),
+        pad_boxes(np.take(catalog.shape, row, axis=0), width, 1),
+    )
+    differs = (shape != catalog_shape).any(axis=1) | (tensors.ndim[index] != catalog.ndim[row])
     if differs.any():
         at = int(differs.argmax())
-        i = int(own[at])
+        i = int(index[at])
         raise LayoutError(
             f"tensor {tensors.names[i]!r} has shape {list(catalog.spec(int(row[at])).shape)} on the trainer "
             f"and {list(tensors.spec(i).shape)} on {side}"
@@ -391,9 +400,9 @@ def _require_shapes(side: SideName, tensors: TensorTable, catalog: TensorTable, 
 
 
 def _require_addressable(tensors: TensorTable) -> None:
-    bad = volumes(tensors.shape.astype(np.float64)) * ITEMSIZE[tensors.dtype] > _SIZE_LIMIT
-    if bad.any():
-        row = int(bad.argmax())
+    fault = volumes(tensors.shape.astype(np.float64)) * ITEMSIZE[tensors.dtype] > _SIZE_LIMIT
+    if fault.any():
+        row = int(fault.argmax())
         raise LayoutError(
             f"tensor {tensors.names[row]!r} of shape {list(tensors.spec(row).shape)} is too large to address"
         )

@@ -24,11 +24,11 @@ __all__ = ["LayoutBuilder", "Memory", "RankLayout"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Where each row of a table lies, in columns.
+    """The place in memory of each row of a table, in columns.
 
-    `bases` are flat tensors, one per storage and dtype; row i is `bases[base[i]].as_strided(size[i], stride[i],
-    start[i])` with `start` and `stride` in elements. `address` (len(bases),) holds the data pointers seen when the
-    layout was made.
+    `bases` are flat tensors, one per storage and dtype. Row i is `bases[base[i]].as_strided(size[i], stride[i],
+    start[i])` with `start` and `stride` in elements. `address` (len(bases),) holds the data pointers at the time when
+    the layout was made.
     """
 
     bases: tuple[torch.Tensor, ...]
@@ -39,15 +39,15 @@ class Memory:
 
     def moved(self) -> list[int]:
         """Indices of bases whose storage was freed, resized or reallocated since the layout was made."""
-        # The first look costs a third, there may be ten thousands of bases, and it only errs for those that are empty.
-        seen = np.array([base.data_ptr() for base in self.bases], dtype=np.int64)
-        suspects: list[int] = np.flatnonzero(seen != self.address).tolist()
+        # The first look costs a third of the second and errs only for empty bases. There may be ten thousand bases.
+        pointers = np.array([base.data_ptr() for base in self.bases], dtype=np.int64)
+        suspects: list[int] = np.flatnonzero(pointers != self.address).tolist()
         return [i for i in suspects if self.bases[i].untyped_storage().data_ptr() != self.address[i]]
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What one rank holds: the table, the memory behind it, its expert placement if it has one, and its notes."""
+    """The holdings of one rank: the table, the memory behind it, its expert placement if it has one, and its notes."""
 
     table: RegionTable
     memory: Memory
@@ -93,7 +93,7 @@ class LayoutBuilder:
     def add(
         self, tensor: str, shape: Sequence[int], offset: Sequence[int], view: torch.Tensor, slot: int = NO_SLOT
     ) -> None:
-        """One region: the box at `offset` of logical tensor `tensor` with global `shape`; `view` is its memory.
+        """Adds one region: the box at `offset` of logical tensor `tensor` with global `shape`; `view` is its memory.
 
         The size of the box is `view.shape`, the dtype is the view's. Raises LayoutError when the tensor was added
         before with another shape or dtype, and for views whose layout is not strided.
@@ -101,9 +101,9 @@ class LayoutBuilder:
         import torch
 
         spec = TensorSpec(tuple(int(n) for n in shape), from_torch(view.dtype))
-        known = self._specs.setdefault(tensor, spec)
-        if known != spec:
-            raise LayoutError(f"tensor {tensor!r} is {known} in one region and {spec} in another of the same rank")
+        first_spec = self._specs.setdefault(tensor, spec)
+        if first_spec != spec:
+            raise LayoutError(f"tensor {tensor!r} is {first_spec} in one region and {spec} in another of the same rank")
         if view.layout != torch.strided:
             raise LayoutError(
                 f"tensor {tensor!r}: memory layout {view.layout} is not strided; it cannot be written in place"

@@ -1,4 +1,4 @@
-"""Which logical expert lies in which physical slot, and the way back.
+"""Placements of experts: the logical expert in each physical slot, and the way back.
 
 A placement is the physical-to-logical map of every layer: `physical_to_logical[layer, p]` is the logical expert in
 physical slot `p`, and `divmod(p, slots_per_rank)` is the (EP rank, local slot) where that slot lies. Everything else is
@@ -36,7 +36,7 @@ _SHOWN_LAYER_GROUPS = 4
 
 
 class InverseMap(NamedTuple):
-    """Logical to physical, all layers at once, in compressed rows.
+    """The map from logical to physical, all layers at once, in compressed rows.
 
     `slots` (layers, P) has the physical slots of each layer sorted by logical expert, then by slot. Those of expert `e`
     are `slots[layer, start[layer, e]:start[layer, e + 1]]`; `start` is (layers, num_logical + 1).
@@ -55,8 +55,8 @@ class ExpertPlacement:
     of the checkpoint; `ep_size` the EP ranks that the P slots are spread over, P // ep_size each. Layers, experts,
     slots and ranks count from 0, and never from the end.
 
-    Raises PlacementError for a map of wrong shape or type, P that `ep_size` does not divide, and a layer in which some
-    logical expert has no slot; PlacementIndexError for ids outside [0, num_logical).
+    Raises PlacementError for a map of wrong shape or type, P that `ep_size` does not divide, or a layer in which an
+    expert has no slot. Raises PlacementIndexError for ids outside [0, num_logical).
     """
 
     physical_to_logical: IntArray
@@ -73,26 +73,27 @@ class ExpertPlacement:
     """One per layer and the identity's at the end, made at the first look-up."""
 
     def __post_init__(self) -> None:
-        given = np.asarray(self.physical_to_logical)
-        _check_map(given, self.num_logical, self.ep_size)
-        rows = np.array(given, dtype=np.int64, order="C")
+        source = np.asarray(self.physical_to_logical)
+        _check_map(source, self.num_logical, self.ep_size)
+        rows = np.array(source, dtype=np.int64, order="C")
         identity = np.arange(rows.shape[1], dtype=np.int64) % self.num_logical
         rows.flags.writeable = identity.flags.writeable = False
         fingerprints = tuple(self._fingerprint_of(row) for row in rows)
-        whole = hashlib.blake2b(" ".join(fingerprints).encode(), digest_size=16).hexdigest()
+        fingerprint = hashlib.blake2b(" ".join(fingerprints).encode(), digest_size=16).hexdigest()
         # Slots, no cached properties: an instance dictionary would take the look-up of a slot from 0.07 us to 0.1 us.
         for name, value in (
             ("physical_to_logical", rows),
             ("inverse", _invert(rows, self.num_logical)),
             ("layer_fingerprints", fingerprints),
-            ("fingerprint", whole),
+            ("fingerprint", fingerprint),
             ("_identity_row", identity),
         ):
             object.__setattr__(self, name, value)
 
     @classmethod
     def identity(cls, num_layers: int, num_logical: int, ep_size: int, num_physical: int | None = None) -> Self:
-        """Slot p holds expert p in every layer; slots past the experts, if any, begin with expert 0 again."""
+        """Placement with expert p in slot p of every layer; slots past the experts, if any, begin with expert 0
+        again."""
         row = np.arange(num_logical if num_physical is None else num_physical, dtype=np.int64) % max(num_logical, 1)
         return cls(np.tile(row, (num_layers, 1)), num_logical, ep_size)
 
@@ -161,10 +162,10 @@ class ExpertPlacement:
         self.global_slots(layer)  # Raises for a negative layer.
         if not self._slot_tables:
             identity = _invert(self._identity_row[None], self.num_logical)
-            both = zip(
+            columns = zip(
                 chain(self.inverse.slots, identity.slots), chain(self.inverse.start, identity.start), strict=True
             )
-            self._slot_tables[:] = [_tuples(slots, start) for slots, start in both]
+            self._slot_tables[:] = [_tuples(slots, start) for slots, start in columns]
         return self._slot_tables[min(layer, self.num_layers)]
 
     def rank_slots(self, layer: int, expert: int) -> list[tuple[int, int]]:
@@ -186,8 +187,10 @@ class ExpertPlacement:
     def changed_layers(self, other: ExpertPlacement) -> IntArray:
         """The layers whose fingerprints differ, ascending. Past the end of the shorter map layers count as identity."""
         count = max(self.num_layers, other.num_layers)
-        mine, theirs = self._fingerprints_up_to(count), other._fingerprints_up_to(count)
-        return np.array([i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b], dtype=np.int64)
+        hashes, other_hashes = self._fingerprints_up_to(count), other._fingerprints_up_to(count)
+        return np.array(
+            [i for i, (a, b) in enumerate(zip(hashes, other_hashes, strict=True)) if a != b], dtype=np.int64
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertPlacement):
@@ -206,8 +209,8 @@ class ExpertPlacement:
         return hashlib.blake2b(header + np.ascontiguousarray(row, dtype="<i8").tobytes(), digest_size=16).hexdigest()
 
     def _fingerprints_up_to(self, count: int) -> tuple[str, ...]:
-        past_the_map = (self._fingerprint_of(self._identity_row),) * (count - self.num_layers)
-        return self.layer_fingerprints + past_the_map
+        extension = (self._fingerprint_of(self._identity_row),) * (count - self.num_layers)
+        return self.layer_fingerprints + extension
 
     def _out_of_range(self, layer: int, what: str, found: int, count: int) -> PlacementIndexError:
         return PlacementIndexError(f"layer {layer}: {what} {found} is not in 0..{count - 1}")
@@ -233,15 +236,16 @@ class RankPlacement:
     num_shared: int = 0
 
     def __post_init__(self) -> None:
-        whole = self.placement
-        if self.num_local_routed != whole.slots_per_rank:
+        placement = self.placement
+        if self.num_local_routed != placement.slots_per_rank:
             raise PlacementError(
                 f"storage rank {self.storage_rank} stores {self.num_local_routed} routed slots, but the placement has "
-                f"{whole.slots_per_rank} a rank ({whole.num_physical} over {whole.ep_size}); read both at the same time"
+                f"{placement.slots_per_rank} a rank ({placement.num_physical} over {placement.ep_size}); "
+                "read both at the same time"
             )
-        if not 0 <= self.storage_rank < whole.ep_size:
+        if not 0 <= self.storage_rank < placement.ep_size:
             raise PlacementIndexError(
-                f"storage rank {self.storage_rank} is not in 0..{whole.ep_size - 1} of the placement"
+                f"storage rank {self.storage_rank} is not in 0..{placement.ep_size - 1} of the placement"
             )
         if self.num_global_routed < 1 or self.num_global_routed % self.num_local_routed:
             raise PlacementError(
@@ -283,7 +287,7 @@ class RankPlacement:
         return slot if 0 <= slot < self.num_local_routed else None
 
     def is_shared_slot(self, slot: int) -> bool:
-        """Whether a local slot holds a fused shared expert. Raises PlacementIndexError past the last slot."""
+        """True if a local slot holds a fused shared expert. Raises PlacementIndexError past the last slot."""
         if not 0 <= slot < self.num_slots:
             raise PlacementIndexError(
                 f"storage rank {self.storage_rank}: local slot {slot} is not in 0..{self.num_slots - 1}"
@@ -291,21 +295,21 @@ class RankPlacement:
         return slot >= self.num_local_routed
 
     def is_past_start(self, physical: int) -> bool:
-        """Whether a routed slot came with a scale-up after this rank started.
+        """True if a routed slot came with a scale-up after this rank started.
 
         SGLang 0.5.23's own id mapping (`FusedMoE._map_global_expert_id_to_local_expert_id`) takes such a slot of
-        another rank for one of the shared slots of this rank, so what its loader does there is no evidence.
+        another rank for one of the shared slots of this rank. What its loader does there is therefore no evidence.
         """
         self.slot_of_physical(physical)  # Raises out of range.
         return physical >= self.num_global_routed
 
     def _check_routed(self, layer: int | None, slot: int) -> None:
         if not 0 <= slot < self.num_local_routed:
-            where = "" if layer is None else f"layer {layer}, "
-            shared = f"; {self.num_shared} shared slots follow, which are in no map" if self.num_shared else ""
+            prefix = "" if layer is None else f"layer {layer}, "
+            note = f"; {self.num_shared} shared slots follow, which are in no map" if self.num_shared else ""
             raise PlacementIndexError(
-                f"{where}storage rank {self.storage_rank}: routed slot {slot} is not in "
-                f"0..{self.num_local_routed - 1}{shared}"
+                f"{prefix}storage rank {self.storage_rank}: routed slot {slot} is not in "
+                f"0..{self.num_local_routed - 1}{note}"
             )
 
 
@@ -321,20 +325,20 @@ def _check_map(given: npt.NDArray[np.integer], num_logical: int, ep_size: int) -
         )
     if slots % ep_size:
         raise PlacementError(f"placement has {slots} physical slots a layer, which EP size {ep_size} does not divide")
-    outside = (given < 0) | (given >= num_logical)
-    if outside.any():
-        layer, slot = (int(i) for i in np.argwhere(outside)[0])
+    outliers = (given < 0) | (given >= num_logical)
+    if outliers.any():
+        layer, slot = (int(i) for i in np.argwhere(outliers)[0])
         raise PlacementIndexError(
             f"layer {layer}, physical slot {slot} holds logical expert {given[layer, slot]}, "
             f"which is not in 0..{num_logical - 1}"
         )
     if slots < num_logical:
         raise PlacementError(f"placement has {slots} physical slots a layer, too few for {num_logical} logical experts")
-    held = np.zeros((layers, num_logical), dtype=bool)
-    held[np.arange(layers)[:, None], given] = True
-    if not held.all():
+    has_slot = np.zeros((layers, num_logical), dtype=bool)
+    has_slot[np.arange(layers)[:, None], given] = True
+    if not has_slot.all():
         raise PlacementError(
-            f"logical experts without a slot: {_describe_missing(~held)}; every expert of a layer needs one"
+            f"logical experts without a slot: {_describe_missing(~has_slot)}; every expert of a layer needs one"
         )
 
 
@@ -344,18 +348,18 @@ def _describe_missing(missing: npt.NDArray[np.bool_]) -> str:
     groups: dict[str, list[int]] = {}
     for layer in layers:
         groups.setdefault(_ranges(np.flatnonzero(missing[layer])), []).append(int(layer))
-    shown = [
+    texts = [
         f"layer{'s' if len(rows) > 1 else ''} {_ranges(rows)}: experts {experts}"
         for experts, rows in list(groups.items())[:_SHOWN_LAYER_GROUPS]
     ]
-    unshown = sum(len(rows) for rows in list(groups.values())[_SHOWN_LAYER_GROUPS:])
-    return "; ".join([*shown, f"and in {unshown} more layers"] if unshown else shown)
+    remainder = sum(len(rows) for rows in list(groups.values())[_SHOWN_LAYER_GROUPS:])
+    return "; ".join([*texts, f"and in {remainder} more layers"] if remainder else texts)
 
 
 def _ranges(numbers: Iterable[int]) -> str:
     """`[0, 1, 2, 5]` -> "0-2,5"."""
-    ordered = np.unique(np.fromiter(numbers, dtype=np.int64))
-    runs = np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1)
+    values = np.unique(np.fromiter(numbers, dtype=np.int64))
+    runs = np.split(values, np.flatnonzero(np.diff(values) != 1) + 1)
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 

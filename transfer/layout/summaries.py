@@ -1,7 +1,9 @@
 """Logical tensor names for people: thousands of them in a line.
 
->>> summarize(f"model.layers.{i}.mlp.experts.{e}.{p}.weight" for i in range(48) for e in range(9) for p in ("gate",
-"up")) 'layers 0-47, experts 0-8, gate/up'
+>>> summarize(
+...     f"model.layers.{i}.mlp.experts.{e}.{p}.weight" for i in range(48) for e in range(9) for p in ("gate", "up")
+... )
+'layers 0-47, experts 0-8, gate/up'
 """
 
 from __future__ import annotations
@@ -26,40 +28,40 @@ def number_ranges(numbers: Iterable[int], limit: int = 8) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
-    return ",".join(shown + ["..."] * (len(runs) > limit))
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in runs[:limit]]
+    return ",".join(texts + ["..."] * (len(runs) > limit))
 
 
 def summarize(names: Iterable[str], limit: int = 400) -> str:
-    """Names grouped by pattern, with layer, expert and other numbers collapsed into ranges; about `limit` characters at
-    most.
+    """Groups names by pattern, with layer, expert and other numbers as ranges; about `limit` characters at most.
 
-    What does not fit is counted at the end. ".weight" at the end and "model." and "mlp." before a number are left out.
+    Names that do not fit are counted at the end. ".weight" at the end is left out, as are "model." and "mlp." before a
+    number.
     """
     groups = _grouped(names)
-    shown: list[str] = []
+    texts: list[str] = []
     length = 0
-    for place, (text, _) in enumerate(groups):
-        if shown and length + len(text) > limit:
-            return "; ".join(shown) + f"; and {sum(count for _, count in groups[place:])} more tensors"
-        shown.append(text if len(text) <= limit else text[:limit] + "...")
+    for index, (text, _) in enumerate(groups):
+        if texts and length + len(text) > limit:
+            return "; ".join(texts) + f"; and {sum(count for _, count in groups[index:])} more tensors"
+        texts.append(text if len(text) <= limit else text[:limit] + "...")
         length += len(text) + 2
-    return "; ".join(shown)
+    return "; ".join(texts)
 
 
 def _grouped(names: Iterable[str]) -> list[tuple[str, int]]:
     """One text and number of names for each group, in order of first appearance."""
     numbers: dict[_Pattern, set[tuple[int, ...]]] = {}
     for name in names:
-        pattern, found = _split(name)
-        numbers.setdefault(pattern, set()).add(found)
+        pattern, values_in_name = _split(name)
+        numbers.setdefault(pattern, set()).add(values_in_name)
     # Patterns that differ only in their last text and run over the same numbers become one group.
-    merged: dict[tuple[_Pattern, frozenset[tuple[int, ...]]], list[str]] = {}
+    families: dict[tuple[_Pattern, frozenset[tuple[int, ...]]], list[str]] = {}
     for pattern, sets in numbers.items():
-        alike = frozenset(sets)
-        merged.setdefault((pattern[:-1], alike), []).append(pattern[-1])
+        number_rows = frozenset(sets)
+        families.setdefault((pattern[:-1], number_rows), []).append(pattern[-1])
     groups: list[tuple[str, int]] = []
-    for (texts, rows), endings in merged.items():
+    for (texts, rows), endings in families.items():
         if not texts:
             groups.extend((ending, 1) for ending in endings)
             continue
@@ -74,27 +76,27 @@ def _grouped(names: Iterable[str]) -> list[tuple[str, int]]:
 def _split(name: str) -> tuple[_Pattern, tuple[int, ...]]:
     """ "a.3.b.c" -> (("a", "b.c"), (3,)). Parts of digits only count as numbers, and not the first part of a name."""
     texts: list[list[str]] = [[]]
-    found: list[int] = []
+    numbers: list[int] = []
     for part in name.split("."):
         if part.isascii() and part.isdigit() and len(part) < 10 and str(int(part)) == part and texts[-1]:
-            found.append(int(part))
+            numbers.append(int(part))
             texts.append([])
         else:
             texts[-1].append(part)
-    return tuple(".".join(text) for text in texts), tuple(found)
+    return tuple(".".join(text) for text in texts), tuple(numbers)
 
 
 def _products(rows: Collection[tuple[int, ...]]) -> list[list[set[int]]]:
     """Rows of numbers as few products of sets, one set a column: leading numbers with the same remainder are joined."""
     if not rows or not next(iter(rows)):
         return [[]]
-    rests: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    remainders: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for row in sorted(rows):
-        rests[row[0]].add(row[1:])
-    joined: dict[frozenset[tuple[int, ...]], set[int]] = {}
-    for number, rest in rests.items():
-        joined.setdefault(frozenset(rest), set()).add(number)
-    return [[numbers, *tail] for rest, numbers in joined.items() for tail in _products(rest)]
+        remainders[row[0]].add(row[1:])
+    heads: dict[frozenset[tuple[int, ...]], set[int]] = {}
+    for number, remainder in remainders.items():
+        heads.setdefault(frozenset(remainder), set()).add(number)
+    return [[numbers, *tail] for remainder, numbers in heads.items() for tail in _products(remainder)]
 
 
 def _text(texts: _Pattern, product: list[set[int]], endings: list[str]) -> str:

@@ -1,9 +1,9 @@
-"""What one rank holds: a table of regions, and the memory behind each row.
+"""Tables of the regions that one rank holds.
 
 A *region* is a box of one logical tensor that lies in this rank's memory as one strided view. `RegionTable` has the
-boxes in numpy columns and goes on the wire; `Memory` has, in the same order, where each box lies, and stays. Row i of
-one is row i of the other because one call of `LayoutBuilder.add` appends to both: what is advertised and what is moved
-cannot differ.
+boxes in numpy columns and goes on the wire. `memory.Memory` has, in the same order, the place of each box, and stays.
+Row i of one is row i of the other, because one call of `memory.LayoutBuilder.add` appends to both. So the regions that
+are advertised and those that are moved cannot differ.
 
 Boxes have one width D in a table, the largest number of dimensions of its tensors and at least 1. Dimensions that a
 tensor lacks are padded at the end with offset 0 and size 1, so that volumes and intersections need no special case.
@@ -96,7 +96,7 @@ class TensorTable:
         return TensorSpec(shape, dtype_name(int(self.dtype[row])))
 
     def specs(self) -> dict[str, TensorSpec]:
-        """All of them by name, in order."""
+        """Specs of all tensors by name, in order."""
         return {name: self.spec(row) for row, name in enumerate(self.names)}
 
     @cached_property
@@ -161,15 +161,15 @@ class RegionTable:
                 )
             tensor[i], slot[i] = row, region.slot
             offset[i, :ndim], size[i, :ndim] = region.offset, region.size
-        made = cls(table, tensor, offset, size, slot)
-        made.validate()
-        return made
+        region_table = cls(table, tensor, offset, size, slot)
+        region_table.validate()
+        return region_table
 
     def __len__(self) -> int:
         return int(self.tensor.shape[0])
 
     def region(self, row: int) -> Region:
-        """One row for people and messages."""
+        """One row as a Region, for people and messages."""
         tensor = int(self.tensor[row])
         ndim = int(self.tensors.ndim[tensor])
         return Region(
@@ -185,7 +185,8 @@ class RegionTable:
         return np.asarray(self.size.prod(axis=1) * ITEMSIZE[self.tensors.dtype[self.tensor]])
 
     def validate(self) -> None:
-        """Shapes of the columns, indices, every box inside its tensor. Raises LayoutError naming the first fault."""
+        """Checks columns and indices, and that every box is inside its tensor. Raises LayoutError naming the first
+        fault."""
         n, width = len(self), self.tensors.width
         for name, column, expected in (
             ("offset", self.offset, (n, width)),
@@ -196,15 +197,15 @@ class RegionTable:
                 raise LayoutError(f"column {name} has shape {column.shape}, expected {expected}")
         if len(set(self.tensors.names)) != len(self.tensors):
             raise LayoutError("two logical tensors of one table have the same name")
-        bad = (self.tensor < 0) | (self.tensor >= len(self.tensors))
-        if bad.any():
-            row = int(bad.argmax())
+        fault = (self.tensor < 0) | (self.tensor >= len(self.tensors))
+        if fault.any():
+            row = int(fault.argmax())
             raise LayoutError(f"region {row} names tensor row {int(self.tensor[row])} of {len(self.tensors)}")
         bounds = self.tensors.shape[self.tensor]
         # Compared without adding first: offset + size of a hostile report can wrap around in int64.
-        outside = (self.offset < 0) | (self.size < 0) | (self.offset > bounds) | (self.size > bounds - self.offset)
-        if outside.any():
-            row = int(outside.any(axis=1).argmax())
+        outliers = (self.offset < 0) | (self.size < 0) | (self.offset > bounds) | (self.size > bounds - self.offset)
+        if outliers.any():
+            row = int(outliers.any(axis=1).argmax())
             region = self.region(row)
             raise LayoutError(
                 f"region {row} of {region.tensor!r} has offset {list(region.offset)} and size {list(region.size)}, "
@@ -230,12 +231,11 @@ class RegionTable:
 
 @dataclass(frozen=True, slots=True)
 class LayoutNotes:
-    """What a rank declares beside its regions; all of it goes on the wire and is shown by `weightcast inspect`.
+    """Declarations of a rank beside its regions; all of them go on the wire and are shown by `weightcast inspect`.
 
     `parameter_bytes` is what the rank's parameters occupy, `padding_bytes` how much of that the engine itself fills and
-    nobody sends. `derived` names tensors that are computed from parameters after an update. `left_out` names
-    logical tensors that this rank deliberately does not hold (for example MTP layers that are not loaded), with the
-    reason.
+    nobody sends. `derived` names tensors that are computed from parameters after an update. `left_out` names logical
+    tensors that this rank deliberately does not hold (for example MTP layers that are not loaded), with the reason.
     `dispatch` is the dispatch audit of an inference rank: (layer, logical expert, physical slot) triples, shape (n, 3),
     that its token dispatcher may choose.
     """

@@ -55,10 +55,10 @@ def parse_names(names: Sequence[str]) -> ParsedNames:
         return ParsedNames(*[np.empty(0, dtype=np.int64)] * 3)
     raw, start, names = _bytes_of(names)
     layer, expert = _first_numbers(raw, start, b"layers."), _first_numbers(raw, start, b"experts.")
-    known: dict[str, int] = {}
+    families: dict[str, int] = {}
     family = [
-        known.setdefault(name[:begin] + name[end:], len(known))
-        for name, begin, end in zip(names, expert.begin.tolist(), expert.end.tolist(), strict=True)
+        families.setdefault(name[:first] + name[end:], len(families))
+        for name, first, end in zip(names, expert.begin.tolist(), expert.end.tolist(), strict=True)
     ]
     return ParsedNames(layer.value, expert.value, np.array(family, dtype=np.int64))
 
@@ -72,10 +72,10 @@ def parse_layers(names: Sequence[str]) -> IntArray:
 
 
 def _bytes_of(names: Sequence[str]) -> tuple[_Bytes, IntArray, Sequence[str]]:
-    """The names as lines of bytes, where each begins, and the names with one letter a byte."""
+    """The names as lines of bytes, the position of each, and the names with one letter a byte."""
     text = "\n".join(names)
     if not text.isascii() or text.count("\n") >= len(names):
-        # Positions count bytes and lines; one letter a byte and one name a line is all that the rest has to know.
+        # Positions count bytes and lines, so a name needs one letter a byte and one line.
         names = [name.replace("\n", " ").encode("utf-8", "surrogatepass").decode("latin-1") for name in names]
         text = "\n".join(names)
     raw = np.frombuffer(f"\n{text}\n".encode("latin-1"), dtype=np.uint8)
@@ -86,30 +86,30 @@ def _first_numbers(raw: _Bytes, start: IntArray, word: bytes) -> _Found:
     """The number after the first `word` of each name that begins a part of the name and is followed by a number."""
     at = _occurrences(raw, word)
     at = at[(raw[at - 1] == _DOT) | (raw[at - 1] == _END)]
-    begin = at + len(word)
-    end, value = begin.copy(), np.zeros(len(at), dtype=np.int64)
-    running = np.ones(len(at), dtype=bool)
+    low = at + len(word)
+    high, value = low.copy(), np.zeros(len(at), dtype=np.int64)
+    in_number = np.ones(len(at), dtype=bool)
     for _ in range(_MAX_DIGITS + 1):
-        digit = raw[end].astype(np.int64) - _ZERO
-        running &= (digit >= 0) & (digit <= 9)
-        value = np.where(running, value * 10 + digit, value)
-        end += running
-    length = end - begin
-    valid = (length > 0) & (length <= _MAX_DIGITS) & ((raw[end] == _DOT) | (raw[end] == _END))
-    begin, end, value = begin[valid], end[valid], value[valid]
-    name = np.searchsorted(start, begin, side="right") - 1
+        digit = raw[high].astype(np.int64) - _ZERO
+        in_number &= (digit >= 0) & (digit <= 9)
+        value = np.where(in_number, value * 10 + digit, value)
+        high += in_number
+    length = high - low
+    valid = (length > 0) & (length <= _MAX_DIGITS) & ((raw[high] == _DOT) | (raw[high] == _END))
+    low, high, value = low[valid], high[valid], value[valid]
+    name = np.searchsorted(start, low, side="right") - 1
     first = np.ones(len(name), dtype=bool)
     first[1:] = name[1:] != name[:-1]
     name = name[first]
-    found = _Found(np.full(len(start), NONE, dtype=np.int64), np.zeros_like(start), np.zeros_like(start))
-    found.value[name] = value[first]
-    found.begin[name] = begin[first] - start[name]
-    found.end[name] = end[first] - start[name]
-    return found
+    numbers = _Found(np.full(len(start), NONE, dtype=np.int64), np.zeros_like(start), np.zeros_like(start))
+    numbers.value[name] = value[first]
+    numbers.begin[name] = low[first] - start[name]
+    numbers.end[name] = high[first] - start[name]
+    return numbers
 
 
 def _occurrences(raw: _Bytes, word: bytes) -> IntArray:
-    """Where `word` stands in `raw`, ascending; raw begins and ends with a byte that is in no word."""
+    """Positions of `word` in `raw`, ascending; raw begins and ends with a byte that is in no word."""
     letters = np.frombuffer(word, dtype=np.uint8)
     rarest = int(np.bincount(raw, minlength=256)[letters].argmin())
     at = np.flatnonzero(raw == letters[rarest]) - rarest

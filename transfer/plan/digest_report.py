@@ -1,4 +1,4 @@
-"""The digests that a rank reports."""
+"""The report of a rank's digests in an update."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class DigestReport:
     """Digests that one rank computed in an update, in columns.
 
     `instance` is None for a trainer rank. `cell` (k,) int64 are the cells of the plan's DigestRows, in the order of the
-    rank's rows; `digest` (k,) uint64 are two residues each, see residues.py. `values` counts those of the rows that are
-    not finite, where they were counted: in a trainer rank's first pass.
+    rank's rows. `digest` (k,) uint64 are two residues each, see `weightcast.transfer.digest.residues`. `values` counts
+    the values that are not finite, by row; only a trainer rank's first pass counts them.
     """
 
     instance: str | None

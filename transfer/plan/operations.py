@@ -1,7 +1,7 @@
 """A transfer plan: columns for the whole pair, and the part of it that one rank needs.
 
-Every box in a plan is in the coordinates of a logical tensor. `region` columns index the table that the rank reported,
-so a part is valid only for that table: it carries the table's fingerprint.
+Every box in a plan is in the coordinates of a logical tensor. `region` columns index the table that the rank reported.
+So a part is valid only for that table, and carries its fingerprint.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ def join_rows(kind: type[Rows], parts: Sequence[Rows]) -> Rows:
 
 
 def join_made(kind: type[Rows], count: int, parts: Iterable[Rows]) -> Rows:
-    """join_rows of tables of `count` rows in all that are made one by one: the next takes the memory of the one before.
+    """Joins tables like `join_rows`, while they are made one by one: the next takes the memory of the one before.
 
-    A large plan would otherwise be written twice, both times into memory that no cache has.
+    They have `count` rows in all, or PlanError is raised. A large plan would otherwise be written twice, both times
+    into memory that no cache has.
     """
     columns: list[IntArray] = []
-    done = 0
+    position = 0
     for part in parts:
-        made: list[IntArray] = [getattr(part, name) for name in kind.__slots__]
-        columns = columns or _empty_columns(made, count)
-        if done + len(part) > count:
-            raise PlanError(f"tables of {done + len(part)} rows and more were made, expected {count}")
-        for column, own in zip(columns, made, strict=True):
-            column[done : done + len(part)] = own
-        done += len(part)
-    if done < count or not columns:
-        raise PlanError(f"tables of {done} rows were made, expected {count}")
+        part_columns: list[IntArray] = [getattr(part, name) for name in kind.__slots__]
+        columns = columns or _empty_columns(part_columns, count)
+        if position + len(part) > count:
+            raise PlanError(f"tables of {position + len(part)} rows and more were made, expected {count}")
+        for column, source in zip(columns, part_columns, strict=True):
+            column[position : position + len(part)] = source
+        position += len(part)
+    if position < count or not columns:
+        raise PlanError(f"tables of {position} rows were made, expected {count}")
     return kind(*columns)
 
 
@@ -64,7 +65,7 @@ def _empty_columns(like: Sequence[IntArray], count: int) -> list[IntArray]:
 
 
 class Kind(IntEnum):
-    """What an operation does."""
+    """Kinds of operations: send, copy and relay."""
 
     SEND = 0
     """A trainer rank sends a box to an inference rank."""
@@ -80,8 +81,10 @@ class Operations:
 
     `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
     `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
-    are the destination's. Sorted by (instance, dst_rank, kind, tensor, offset, dst_region): so the boxes that two ranks
-    exchange are in one order on both sides, and equal instances have equal rows but for their sources.
+    are the destination's.
+
+    Rows are sorted by (instance, dst_rank, kind, tensor, offset, dst_region). So the boxes that two ranks exchange are
+    in one order on both sides, and equal instances have equal rows but for their sources.
     """
 
     kind: IntArray
@@ -112,10 +115,11 @@ class DigestRows:
     """k boxes to digest after an update, in columns, all int64, (k,) unless said otherwise.
 
     `instance` (TRAINER for the trainer's), `rank`, `region`, `tensor`, `offset` and `size` (k, D), `dtype` code to
-    digest in, and `cell`. Cells are numbered per side over (tensor, dtype): rows with the same (instance, cell) hold
-    the same box and must have equal digests, and the cells of one (instance, tensor, dtype) are disjoint and cover the
-    tensor, so that one digest of each cell adds up to the digest of the logical tensor. On the trainer every cell has
-    exactly one row, its owner.
+    digest in, and `cell`.
+
+    Cells are numbered per side over (tensor, dtype). Rows with the same (instance, cell) hold the same box and must
+    have equal digests. The cells of one (instance, tensor, dtype) are disjoint and cover the tensor. So one digest of
+    each cell adds up to the digest of the logical tensor. On the trainer every holder of a cell has a row.
     """
 
     instance: IntArray
@@ -141,15 +145,17 @@ class DigestRows:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What one rank needs of a plan to take part in the updates of one instance.
+    """The part of a plan that one rank needs for the updates of one instance.
 
-    `instance` is the instance whose communicator this is; `is_trainer` says on which side the rank is. Members of the
-    communicator are numbered with the trainer ranks that send to the instance first, ascending, then all ranks of
-    the instance, ascending: `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is
-    this rank's number. `operations` are those the rank takes part in, in the plan's order; `wire_dtype`
-    (len(operations),) is the dtype code in which each box travels, the destination's, and `stage`
-    (len(operations),) when, of `stages` stages (`weightcast.transfer.plan.stages`), None where there is one. `digests`
-    are the rank's own rows, of which `verify` says how much counts; for a trainer rank they are the same in the
+    `instance` is the instance whose communicator this is; `is_trainer` says on which side the rank is. The communicator
+    numbers the trainer ranks that send to the instance, ascending, then all ranks of the instance, ascending.
+    `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this rank's number.
+
+    `operations` are those in which the rank takes part, in the plan's order. `wire_dtype` (len(operations),) is the
+    dtype code in which each box travels, the destination's. `stage` (len(operations),) is the stage of each, of
+    `stages` stages (`weightcast.transfer.plan.stages`), None where there is one.
+
+    `digests` are the rank's own rows, of which `verify` says how much counts. A trainer rank has the same ones in the
     parts of all instances. `table_fingerprint` is that of the table the rank reported.
     """
 
@@ -170,7 +176,7 @@ class RankPart:
     verify: Verify = Verify.FULL
 
     def take(self, rows: IntArray) -> RankPart:
-        """The part with only some of its operations; every member has to leave out the same."""
+        """The part with only the operations at `rows`; every member has to leave out the same."""
         stage = None if self.stage is None else self.stage[rows]
         return replace(self, operations=self.operations.take(rows), wire_dtype=self.wire_dtype[rows], stage=stage)
 
@@ -182,7 +188,7 @@ class RankPart:
 
     @property
     def group_size(self) -> int:
-        """Members of the communicator."""
+        """Number of members of the communicator, trainer ranks and instance ranks."""
         return len(self.trainer_ranks) + self.instance_ranks
 
     @property
@@ -199,8 +205,8 @@ class TransferPlan:
 
     `tensors` has the logical tensors with the trainer's dtype. `instances` are the names in the order of the instance
     columns. `instance_dtype` (I, T) is the dtype code of each tensor in each instance. `trainer_world` and
-    `instance_world` count ranks; `trainer_fingerprints` and `instance_fingerprints` are those of the tables planned
-    for, by rank.
+    `instance_world` count ranks. `trainer_fingerprints` and `instance_fingerprints` are, by rank, those of the tables
+    planned for.
     """
 
     tensors: TensorTable

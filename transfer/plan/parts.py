@@ -26,9 +26,10 @@ _FEW = 32
 
 
 class _Index:
-    """Rows of a table by two numbers: one sort, then each look-up is two reads. Rows of a group keep their order.
+    """Rows of a table by two numbers, outer and inner: one sort, then each look-up is two reads.
 
-    `rows` None means all rows; where these are in order already, a look-up gives a slice of them.
+    Rows with the same numbers keep their order. `rows` None means all rows; where these are in order already, a look-up
+    gives a slice of them.
     """
 
     def __init__(self, rows: IntArray | None, outer: IntArray, inner: IntArray, extent: tuple[int, int]) -> None:
@@ -44,28 +45,29 @@ class _Index:
         self._first = np.searchsorted(key, np.arange(extent[0] * extent[1] + 1))
 
     def find(self, outer: int, inner: int) -> IntArray | slice:
-        """The rows of one group."""
+        """The rows with these two numbers."""
         return self._between(outer * self._inner + inner, outer * self._inner + inner + 1)
 
     def find_all(self, outer: int) -> IntArray | slice:
-        """The rows of all groups of an outer number."""
+        """The rows with this outer number."""
         return self._between(outer * self._inner, (outer + 1) * self._inner)
 
     def _between(self, begin: int, end: int) -> IntArray | slice:
-        found = slice(int(self._first[begin]), int(self._first[end]))
-        return found if self._rows is None else self._rows[found]
+        span = slice(int(self._first[begin]), int(self._first[end]))
+        return span if self._rows is None else self._rows[span]
 
     def filled(self) -> BoolArray:
-        """(outer, inner) which groups have rows."""
+        """(outer, inner) mask of the numbers that have rows."""
         return (np.diff(self._first) > 0).reshape(-1, self._inner)
 
 
 class PlanParts:
-    """All parts of a plan. Making one sorts the plan's rows by rank once; each part then costs only its own size.
+    """All parts of a plan. The plan's rows are sorted by rank once; each part then costs only its own size.
 
-    `trainer_ranks` are the trainer ranks in the communicator of each instance, for a plan that is only a part of what
-    they run; without them they are those that send. `verify` is what the ranks digest. Raises PlanError for a plan that
-    relays from one instance to another, because their ranks share no communicator.
+    `trainer_ranks` are the trainer ranks in the communicator of each instance, by default those that send. Give them
+    for a plan that is only a part of what the ranks run. `verify` says how much the ranks digest.
+
+    Raises PlanError for a plan that relays from one instance to another, because their ranks share no communicator.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class PlanParts:
             self._stage, self._stages = stages(plan)
         sends = np.flatnonzero(o.kind == Kind.SEND)
         self._sends = _Index(sends, o.src_rank, o.instance, (plan.trainer_world, instances))
-        most = max(plan.instance_world)
-        self._arrivals = _Index(None, o.instance, o.dst_rank, (instances, most))
-        self._digests = _Index(None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(most, plan.trainer_world)))
-        self._senders = trainer_ranks or [tuple(np.flatnonzero(own).tolist()) for own in self._sends.filled().T]
+        largest_world = max(plan.instance_world)
+        self._arrivals = _Index(None, o.instance, o.dst_rank, (instances, largest_world))
+        self._digests = _Index(
+            None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(largest_world, plan.trainer_world))
+        )
+        self._senders = trainer_ranks or [tuple(np.flatnonzero(senders).tolist()) for senders in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
         self._numbering = Lock()
         self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}
@@ -108,13 +112,13 @@ class PlanParts:
         self._in_world(rank, self._plan.trainer_world, "the trainer")
         if rank not in self._trainer:
             self._trainer[rank] = self._of_trainer(rank)
-        used, tensors, digests = self._trainer[rank]
+        tensor_rows, tensors, digests = self._trainer[rank]
         o, rows = self._plan.operations, self._sends.find(rank, index)
         tensor = o.tensor[rows]
         count = tensor.shape[0]
         operations = Operations(
             kind=np.full(count, Kind.SEND, dtype=np.int64),
-            tensor=self._renumber(used, tensor),
+            tensor=self._renumber(tensor_rows, tensor),
             src_instance=np.full(count, TRAINER, dtype=np.int64),
             src_rank=np.full(count, rank, dtype=np.int64),
             src_region=o.src_region[rows],
@@ -136,15 +140,15 @@ class PlanParts:
         )
 
     def _of_trainer(self, rank: int) -> tuple[IntArray, TensorTable, DigestRows]:
-        """What all parts of a trainer rank share: its tensors and digests."""
+        """Tensor numbers, tensors and digests of a trainer rank, which all its parts share."""
         plan = self._plan
-        sent = plan.operations.tensor[self._sends.find_all(rank)]
+        send_tensors = plan.operations.tensor[self._sends.find_all(rank)]
         digests = _rows_of(plan.digests, self._digests.find(0, rank))
-        used = self._used(digests.tensor, sent)
-        return used, self._own(used), replace(digests, tensor=self._renumber(used, digests.tensor))
+        tensor_rows = self._used(digests.tensor, send_tensors)
+        return tensor_rows, self._own(tensor_rows), replace(digests, tensor=self._renumber(tensor_rows, digests.tensor))
 
     def instance_part(self, instance: str, rank: int) -> RankPart:
-        """Part of a rank of an instance."""
+        """Part of a rank of an instance, for the updates of that instance."""
         index = self._index(instance)
         plan = self._plan
         self._in_world(rank, plan.instance_world[index], instance)
@@ -153,11 +157,13 @@ class PlanParts:
             rows = np.union1d(_numbers(rows), _numbers(self._relays.find(index, rank)))
         operations = _rows_of(plan.operations, rows)
         digests = _rows_of(plan.digests, self._digests.find(index - TRAINER, rank))
-        used = self._used(digests.tensor, operations.tensor)
+        tensor_rows = self._used(digests.tensor, operations.tensor)
         wire_dtype = plan.instance_dtype[index, operations.tensor]
-        operations = replace(operations, tensor=self._renumber(used, operations.tensor))
-        digests = replace(digests, tensor=self._renumber(used, digests.tensor))
-        return self._part(index, rank, False, self._own(used), operations, wire_dtype, digests, self._due(index, rows))
+        operations = replace(operations, tensor=self._renumber(tensor_rows, operations.tensor))
+        digests = replace(digests, tensor=self._renumber(tensor_rows, digests.tensor))
+        return self._part(
+            index, rank, False, self._own(tensor_rows), operations, wire_dtype, digests, self._due(index, rows)
+        )
 
     def _due(self, index: int, rows: IntArray | slice) -> IntArray | None:
         """The stages of operations of an instance, if it has several."""
@@ -175,15 +181,15 @@ class PlanParts:
 
     def _used(self, *tensor: IntArray) -> IntArray:
         """The tensors that rows mention, ascending."""
-        if sum(some.shape[0] for some in tensor) * _FEW < len(self._plan.tensors):
+        if sum(column.shape[0] for column in tensor) * _FEW < len(self._plan.tensors):
             return np.unique(np.concatenate(tensor))
-        mentioned = np.zeros(len(self._plan.tensors), dtype=np.bool_)
-        for some in tensor:
-            mentioned[some] = True
-        return np.flatnonzero(mentioned)
+        mask = np.zeros(len(self._plan.tensors), dtype=np.bool_)
+        for column in tensor:
+            mask[column] = True
+        return np.flatnonzero(mask)
 
     def _own(self, used: IntArray) -> TensorTable:
-        """Only the tensors `used`; equal ranks of equal instances share a table."""
+        """Table of the tensors `used` alone; equal ranks of equal instances share one."""
         key, tensors = used.tobytes(), self._plan.tensors
         if key not in self._tables:
             names = tuple(map(tensors.names.__getitem__, used.tolist()))
@@ -193,7 +199,7 @@ class PlanParts:
         return self._tables[key]
 
     def _renumber(self, used: IntArray, tensor: IntArray) -> IntArray:
-        """Places of `tensor` in `used`."""
+        """Positions of the tensors `tensor` in `used`."""
         with self._numbering:  # parts are made in several threads
             self._number[used] = np.arange(used.shape[0])
             return self._number[tensor]
@@ -236,9 +242,9 @@ def _relays(plan: TransferPlan) -> _Index | None:
     rows = np.flatnonzero(o.kind == Kind.RELAY)
     if not rows.size:
         return None
-    foreign = rows[o.src_instance[rows] != o.instance[rows]]
-    if foreign.size:
-        row = int(foreign[0])
+    strays = rows[o.src_instance[rows] != o.instance[rows]]
+    if strays.size:
+        row = int(strays[0])
         raise PlanError(
             f"operation {row} relays {plan.tensors.names[int(o.tensor[row])]!r} from "
             f"{plan.instances[int(o.src_instance[row])]} to {plan.instances[int(o.instance[row])]}, which share no "
@@ -260,10 +266,10 @@ def _rows_of(table: Rows, rows: IntArray | slice) -> Rows:
 
 
 def trainer_part(plan: TransferPlan, instance: str, rank: int, bucket_bytes: int = BUCKET_BYTES) -> RankPart:
-    """One part of a plan; for several make a PlanParts once."""
+    """The part of one trainer rank; for several parts make a PlanParts once."""
     return PlanParts(plan, bucket_bytes).trainer_part(instance, rank)
 
 
 def instance_part(plan: TransferPlan, instance: str, rank: int, bucket_bytes: int = BUCKET_BYTES) -> RankPart:
-    """One part of a plan; for several make a PlanParts once."""
+    """The part of one rank of an instance; for several parts make a PlanParts once."""
     return PlanParts(plan, bucket_bytes).instance_part(instance, rank)

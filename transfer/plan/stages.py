@@ -1,9 +1,9 @@
-"""When relays are due: a plan with relays runs in stages, and in each a rank passes on what it got in the ones before.
+"""Stages of a plan with relays: in each stage a rank passes on what it received in the ones before.
 
-A box that has gone through h ranks cannot move before it has reached the last of them. The tensors of a plan are dealt
-into waves of about equal bytes; hop h of wave w moves in stage w + h, so that while the trainer sends one wave the
-ranks pass on the waves before. Both ends of a pair have the stage from the plan: neither could work it out from its own
-operations. Without relays there is one stage.
+A box that has gone through h ranks cannot move before it has reached the last of them. The tensors of a plan are
+divided into waves of about equal bytes. Hop h of wave w moves in stage w + h. So while the trainer sends one wave, the
+ranks pass on the waves before. Both ends of a pair have the stage from the plan, because neither could work it out from
+its own operations. Without relays there is one stage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_WAVES = 32
 
 
 def hops(plan: TransferPlan) -> IntArray:
-    """(m,) through how many hands the box of each operation has gone when it arrives: 1 for sends, 0 for copies."""
+    """(m,) hops that the box of each operation has made on arrival: 1 for sends, 0 for copies."""
     o = plan.operations
     depth = np.where(o.kind == Kind.SEND, 1, 0)
     relays = np.flatnonzero(o.kind == Kind.RELAY)
@@ -32,28 +32,28 @@ def hops(plan: TransferPlan) -> IntArray:
         return depth
     regions = int(max(o.dst_region.max(), o.src_region.max())) + 1
     ranks = max(plan.instance_world)
-    written = (o.instance * ranks + o.dst_rank) * regions + o.dst_region
-    read = (o.src_instance * ranks + o.src_rank) * regions + o.src_region
-    writers = np.flatnonzero(np.isin(written, read[relays]) & (o.kind != Kind.COPY))
+    target_region = (o.instance * ranks + o.dst_rank) * regions + o.dst_region
+    source_region = (o.src_instance * ranks + o.src_rank) * regions + o.src_region
+    writers = np.flatnonzero(np.isin(target_region, source_region[relays]) & (o.kind != Kind.COPY))
     writer, reader, _, _ = intersect(
-        (written[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
-        (read[relays], np.take(o.offset, relays, axis=0), np.take(o.size, relays, axis=0)),
+        (target_region[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
+        (source_region[relays], np.take(o.offset, relays, axis=0), np.take(o.size, relays, axis=0)),
     )
     writer, reader = writers[writer], relays[reader]
     order = np.argsort(writer, kind="stable")
     start = np.searchsorted(writer[order], np.arange(len(o) + 1))
-    deeper = np.flatnonzero(depth == 1)
-    # Each pass looks only at what is passed on from where the last one went.
-    while deeper.size:
-        count = start[deeper + 1] - start[deeper]
-        after = reader[order[ranges(start[deeper], count)]]
-        np.maximum.at(depth, after, np.repeat(depth[deeper], count) + 1)
-        deeper = np.unique(after)
+    frontier = np.flatnonzero(depth == 1)
+    # Each pass follows only the relays of what the last pass reached.
+    while frontier.size:
+        count = start[frontier + 1] - start[frontier]
+        successors = reader[order[ranges(start[frontier], count)]]
+        np.maximum.at(depth, successors, np.repeat(depth[frontier], count) + 1)
+        frontier = np.unique(successors)
     return depth
 
 
 def stages(plan: TransferPlan) -> tuple[IntArray, IntArray]:
-    """(m,) the stage in which each operation moves, and (I,) how many stages each instance has."""
+    """(m,) the stage in which each operation moves, and (I,) the number of stages of each instance."""
     o = plan.operations
     counts = np.ones(len(plan.instances), dtype=np.int64)
     stage = np.zeros(len(o), dtype=np.int64)
@@ -61,11 +61,11 @@ def stages(plan: TransferPlan) -> tuple[IntArray, IntArray]:
     for index in np.unique(o.instance[o.kind == Kind.RELAY]).tolist():
         rows = np.flatnonzero((o.instance == index) & (o.kind != Kind.COPY))
         nbytes = volumes(o.size[rows]) * ITEMSIZE[plan.instance_dtype[index, o.tensor[rows]]]
-        most = int(np.bincount(o.dst_rank[rows], weights=nbytes).max())
-        waves = min(max(most // _WAVE_BYTES, 1), _MOST_WAVES)
-        of_tensor = np.bincount(o.tensor[rows], weights=nbytes, minlength=len(plan.tensors))
-        before = np.cumsum(of_tensor) - of_tensor
-        wave = (before * waves / max(of_tensor.sum(), 1.0)).astype(np.int64)
+        peak_bytes = int(np.bincount(o.dst_rank[rows], weights=nbytes).max())
+        waves = min(max(peak_bytes // _WAVE_BYTES, 1), _MOST_WAVES)
+        tensor_bytes = np.bincount(o.tensor[rows], weights=nbytes, minlength=len(plan.tensors))
+        start_bytes = np.cumsum(tensor_bytes) - tensor_bytes
+        wave = (start_bytes * waves / max(tensor_bytes.sum(), 1.0)).astype(np.int64)
         stage[rows] = wave[o.tensor[rows]] + depth[rows] - 1
         counts[index] = stage[rows].max(initial=0) + 1
     return stage, counts

@@ -1,4 +1,4 @@
-"""How many bytes of a plan each rank sends, receives and copies."""
+"""Bytes that each rank sends, receives and copies in a plan."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Traffic", "traffic_of"]
 class Traffic:
     """Bytes by rank, as they travel (in the destination's dtype).
 
-    `trainer_sent` (trainer world,); of each instance, by rank: `sent` (relays), `received` and `copied`. `sends`,
-    `copies` and `relays` count operations.
+    `trainer_sent` is (trainer world,). `sent` (by relays), `received` and `copied` have an array (world,) for each
+    instance. `sends`, `copies` and `relays` count operations.
     """
 
     trainer_sent: IntArray
@@ -40,20 +40,20 @@ class Traffic:
 
     @property
     def max_send_bytes(self) -> int:
-        """What the busiest sender sends."""
+        """Bytes that the busiest sender sends."""
         return max(int(column.max(initial=0)) for column in (self.trainer_sent, *self.sent))
 
     @property
     def max_receive_bytes(self) -> int:
-        """What the busiest receiver receives."""
+        """Bytes that the busiest receiver receives."""
         return max(int(column.max(initial=0)) for column in self.received)
 
 
 def traffic_of(plan: TransferPlan) -> Traffic:
-    """Counts a plan."""
+    """Counts the bytes and operations of a plan."""
     o = plan.operations
     nbytes = volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]]
-    moved = o.kind != Kind.COPY
+    is_transfer = o.kind != Kind.COPY
 
     def by_rank(mine: np.ndarray, rank: IntArray, world: int) -> IntArray:
         total = np.zeros(world, dtype=np.int64)
@@ -63,9 +63,9 @@ def traffic_of(plan: TransferPlan) -> Traffic:
     worlds = list(enumerate(plan.instance_world))
     return Traffic(
         trainer_sent=by_rank(o.src_instance == TRAINER, o.src_rank, plan.trainer_world),
-        sent=tuple(by_rank(moved & (o.src_instance == i), o.src_rank, world) for i, world in worlds),
-        received=tuple(by_rank(moved & (o.instance == i), o.dst_rank, world) for i, world in worlds),
-        copied=tuple(by_rank(~moved & (o.instance == i), o.dst_rank, world) for i, world in worlds),
+        sent=tuple(by_rank(is_transfer & (o.src_instance == i), o.src_rank, world) for i, world in worlds),
+        received=tuple(by_rank(is_transfer & (o.instance == i), o.dst_rank, world) for i, world in worlds),
+        copied=tuple(by_rank(~is_transfer & (o.instance == i), o.dst_rank, world) for i, world in worlds),
         sends=int((o.kind == Kind.SEND).sum()),
         copies=int((o.kind == Kind.COPY).sum()),
         relays=int((o.kind == Kind.RELAY).sum()),

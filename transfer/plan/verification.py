@@ -1,10 +1,11 @@
-"""How much of an update is verified: every element, a sample of the rows, or nothing.
+"""Verification of an update: every element, a sample of the rows, or nothing.
 
-A sample is one row in SAMPLE_STEP of every tensor, the same rows on both sides, and other ones in the next version: so
-that many versions in a row cover everything. Tensors with fewer than twice as many rows have two or three in it. Rows
-run along the last dimension but one, so that every expert and every replica has rows in every sample. What a sample
-cannot miss is a slot that was not written, if it holds half of the rows of its tensor or SAMPLE_STEP of them; what it
-can miss is a thinner one, and a single wrong element, in versions in which none of its rows is due.
+A sample is one row in SAMPLE_STEP of every tensor: the same rows on both sides, and other ones in the next version. So
+SAMPLE_STEP versions in a row cover everything. Tensors with fewer than twice SAMPLE_STEP rows have two or three in it.
+Rows run along the last dimension but one, so that every expert and every replica has rows in every sample.
+
+A sample cannot miss an unwritten slot that holds half of the rows of its tensor, or SAMPLE_STEP of them. It can miss a
+thinner one, and a single wrong element, in versions in which none of its rows is due.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SAMPLE_STEP = 16
 
 
 class Verify(StrEnum):
-    """What both sides digest after an update."""
+    """The part of an update that both sides digest."""
 
     FULL = "full"
     """Every element; the default."""
@@ -36,8 +37,10 @@ class Verify(StrEnum):
 
 
 class ValueCounts(NamedTuple):
-    """Values of some rows that are not finite, in int64 columns (m,): of `row`, how many are no number, infinite, and
-    finite but not in the type that they are cast to. Rows ascend; other rows have none of them.
+    """Counts of values that are not finite, by row, in int64 columns (m,).
+
+    Of the values of `row`, `nan` are no number and `inf` are infinite. `overflow` are finite, but not in the type that
+    they are cast to. Rows ascend; other rows have no such values.
     """
 
     row: IntArray
@@ -47,13 +50,13 @@ class ValueCounts(NamedTuple):
 
     @classmethod
     def of(cls, counts: Mapping[int, tuple[int, int, int]]) -> ValueCounts:
-        """From (nan, inf, overflow) by row; rows of three zeros are left out."""
+        """Makes columns of (nan, inf, overflow) by row; rows of three zeros are left out."""
         rows = [(row, *counts[row]) for row in sorted(counts) if any(counts[row])]
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, 4).T)
 
 
 def sampled_rows(shape: IntArray, ndim: IntArray) -> tuple[IntArray, IntArray]:
-    """Along which dimension tensors of `shape` (k, D) and `ndim` (k,) are sampled, and one index of how many."""
+    """(k,) the dimension along which tensors of `shape` (k, D) and `ndim` (k,) are sampled, and (k,) the step in it."""
     dim = np.maximum(ndim - 2, 0)
     return dim, np.clip(shape[np.arange(len(ndim)), dim] // 2, 1, SAMPLE_STEP)
 
@@ -66,20 +69,20 @@ class Sample:
 
     @classmethod
     def of(cls, verify: Verify, version: int) -> Sample | None:
-        """The sample of a version; None where everything is digested."""
+        """The sample of a version; None unless rows are sampled."""
         return cls(version) if verify is Verify.SAMPLED else None
 
     def thin(
         self, dim: IntArray, every: IntArray, offset: IntArray, size: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """What boxes (k, D) have in common with the sample: offset of the first index, how many, and at which steps.
+        """The sample's share of boxes (k, D): offset of the first index, number of indices and step, each (k, D).
 
         `dim` and `every` (k,) are what `sampled_rows` says of their tensors. A box may be left with size 0.
         """
-        where = np.arange(len(dim)), dim
+        index = np.arange(len(dim)), dim
         offset, size, step = offset.copy(), size.copy(), np.ones_like(size)
-        end = offset[where] + size[where]
-        offset[where] += (self.turn - offset[where]) % every
-        size[where] = np.maximum(-(-(end - offset[where]) // every), 0)
-        step[where] = every
+        end = offset[index] + size[index]
+        offset[index] += (self.turn - offset[index]) % every
+        size[index] = np.maximum(-(-(end - offset[index]) // every), 0)
+        step[index] = every
         return offset, size, step

@@ -1,4 +1,4 @@
-"""What changed in the tables of instances since they were joined: rows, not names, where names stayed the same."""
+"""Changes in the tables of instances since they were joined: of rows, not names, where names stayed the same."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["changed_layers", "named_by_trainer", "new_sides"]
 
 
 def named_by_trainer(pair: JoinedPair) -> bool:
-    """Whether the trainer's tables alone say which tensors there are, in which order and how wide boxes are."""
-    tight = pair.tensors.width == max(1, int(pair.tensors.ndim.max(initial=1)))
-    return tight and not bool((pair.trainer.dtype == UNKNOWN).any())
+    """True if the trainer's tables alone say which tensors there are, in which order and how wide boxes are."""
+    exact_width = pair.tensors.width == max(1, int(pair.tensors.ndim.max(initial=1)))
+    return exact_width and not bool((pair.trainer.dtype == UNKNOWN).any())
 
 
 def new_sides(pair: JoinedPair, instances: Mapping[str, JoinedRanks]) -> list[JoinedRanks] | None:
     """Returns the sides of new tables: the old ones where nothing changed; None where one has another structure."""
-    renewed: dict[tuple[tuple[str, ...], tuple[str, ...]], JoinedRanks] = {}
+    by_key: dict[tuple[tuple[str, ...], tuple[str, ...]], JoinedRanks] = {}
     sides: list[JoinedRanks] = []
     for old, new in zip(pair.instances, instances.values(), strict=True):
         if new.fingerprints == old.fingerprints:
             sides.append(old)
             continue
         key = old.fingerprints, new.fingerprints
-        if key not in renewed:
+        if key not in by_key:
             side = _new_side(pair, old, new)
             if side is None:
                 return None
-            renewed[key] = side
-        sides.append(renewed[key] if renewed[key].name == old.name else renewed[key].renamed(old.name))
+            by_key[key] = side
+        sides.append(by_key[key] if by_key[key].name == old.name else by_key[key].renamed(old.name))
     return sides
 
 
@@ -53,8 +53,8 @@ def _new_side(pair: JoinedPair, old: JoinedRanks, new: JoinedRanks) -> JoinedRan
 
 
 def changed_layers(pair: JoinedPair, old: JoinedRanks, new: JoinedRanks) -> IntArray:
-    """Which of the pair's layers have other rows in one side than in the other, ascending."""
-    differs = (old.tensor != new.tensor) | (old.slot != new.slot)
-    differs |= any_column(old.offset != new.offset) | any_column(old.size != new.size)
-    rows = np.flatnonzero(differs)
+    """Layers of the pair that have other rows in one side than in the other, ascending."""
+    difference = (old.tensor != new.tensor) | (old.slot != new.slot)
+    difference |= any_column(old.offset != new.offset) | any_column(old.size != new.size)
+    rows = np.flatnonzero(difference)
     return np.unique(pair.layer[np.concatenate([old.tensor[rows], new.tensor[rows]])])

@@ -1,7 +1,7 @@
-"""What each layer of each instance is expected to ask of the trainer's ranks, whatever its expert map.
+"""Demand that each layer of each instance is expected to have on the trainer's ranks, whatever its expert map.
 
-A block is what one instance receives of one layer. Blocks are dealt by themselves (`dealing`), each beside the load
-that is expected of the others, so that a map that changes in one block leaves the sources of all others alone.
+A block is what one instance receives of one layer. Each block is assigned by itself (`assign`), beside the load that is
+expected of the others. So a map that changes in one block leaves the sources of all others alone.
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ __all__ = ["Expected", "expect", "others_load", "shared_pools", "sums"]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Bytes that blocks are expected to ask for: `alone` (blocks, world) of ranks that alone hold them, `shared`
-    (blocks, pools) of each pool with more than one member, in the order of `shared_pools`, in about `items` boxes of
-    one size."""
+    """Bytes that blocks are expected to ask for.
+
+    `alone` (blocks, world) are asked of ranks that alone hold them. `shared` (blocks, pools) are asked of each pool
+    with more than one member, in the order of `shared_pools`. They are about `items` (blocks, pools) boxes of one size.
+    """
 
     alone: FloatArray
     shared: FloatArray
     items: FloatArray
 
     def of(self, blocks: IntArray) -> Expected:
-        """Some blocks."""
+        """The rows of `blocks` (indices) alone."""
         return Expected(self.alone[blocks], self.shared[blocks], self.items[blocks])
 
 
 def shared_pools(pools: Pools) -> IntArray:
-    """Pools with more than one member."""
+    """Numbers of the pools with more than one member, ascending."""
     return np.flatnonzero(np.diff(pools.start) > 1)
 
 
@@ -53,60 +55,60 @@ def expect(
     weight: IntArray,
     rows: IntArray | None = None,
 ) -> Expected:
-    """What an instance is expected to ask for, by layer: for its slots, as much of each expert of a layer as of others.
+    """Expected demand of an instance by layer: for its slots, as much of each expert of a layer as of others.
 
-    How large the regions in slots are counts, which expert is in them does not. `side` is the instance's number and
-    columns, `weight` the bytes of its sends; `rows` are those of the side that were bound, None for all.
+    The size of the regions in slots counts, the experts in them do not. `side` is the instance's number and
+    columns, `weight` the bytes of its sends. `rows` are those of the side that were bound, None for all.
     """
-    number, own = side
+    number, ranks = side
     cells, layers = sources.cells, pair.layers.shape[0]
     shape = layers, len(reach.pools)
-    sent = receives.row[receives.sends]
-    fixed = np.flatnonzero(own.slot[sent] == NO_SLOT)
-    cell, nbytes = receives.cell[fixed], weight[fixed].astype(np.float64)
-    layer, pool = pair.layer[cells.key[cell]], reach.pool(cell, reach.columns(number, own.rank[sent[fixed]]))
-    asked = sums(layer, pool, nbytes, shape)
+    row = receives.row[receives.sends]
+    slotless = np.flatnonzero(ranks.slot[row] == NO_SLOT)
+    cell, nbytes = receives.cell[slotless], weight[slotless].astype(np.float64)
+    layer, pool = pair.layer[cells.key[cell]], reach.pool(cell, reach.columns(number, ranks.rank[row[slotless]]))
+    demand = sums(layer, pool, nbytes, shape)
     squares = sums(layer, pool, nbytes**2, shape)
-    in_slot = np.flatnonzero(own.slot != NO_SLOT) if rows is None else rows[own.slot[rows] != NO_SLOT]
-    if in_slot.size:
-        tensor = own.tensor[in_slot]
-        routed = np.zeros(len(pair.tensors), dtype=np.bool_)
-        routed[tensor] = True
-        cell = np.flatnonzero(routed[cells.key])
+    slot_rows = np.flatnonzero(ranks.slot != NO_SLOT) if rows is None else rows[ranks.slot[rows] != NO_SLOT]
+    if slot_rows.size:
+        tensor = ranks.tensor[slot_rows]
+        slot_tensors = np.zeros(len(pair.tensors), dtype=np.bool_)
+        slot_tensors[tensor] = True
+        cell = np.flatnonzero(slot_tensors[cells.key])
         layer = pair.layer[cells.key[cell]]
-        held = (volumes(np.take(cells.size, cell, axis=0)) * ITEMSIZE[own.dtype[cells.key[cell]]]).astype(np.float64)
-        once = np.maximum(np.bincount(layer, weights=held, minlength=layers), 1.0)[:, None]
-        nbytes = volumes(np.take(own.size, in_slot, axis=0)) * ITEMSIZE[own.dtype[tensor]]
-        columns = reach.columns(number, own.rank[in_slot])
+        load = (volumes(np.take(cells.size, cell, axis=0)) * ITEMSIZE[ranks.dtype[cells.key[cell]]]).astype(np.float64)
+        layer_load = np.maximum(np.bincount(layer, weights=load, minlength=layers), 1.0)[:, None]
+        nbytes = volumes(np.take(ranks.size, slot_rows, axis=0)) * ITEMSIZE[ranks.dtype[tensor]]
+        columns = reach.columns(number, ranks.rank[slot_rows])
         for column in reach.hosts_of(number):
-            there = np.flatnonzero(columns == column)
-            total = np.bincount(pair.layer[tensor[there]], weights=nbytes[there], minlength=layers)[:, None]
+            host_rows = np.flatnonzero(columns == column)
+            total = np.bincount(pair.layer[tensor[host_rows]], weights=nbytes[host_rows], minlength=layers)[:, None]
             pool = reach.pool(cell, column)
-            asked += np.rint(sums(layer, pool, held, shape) * (total / once))
-            squares += total / once * sums(layer, pool, held**2, shape)
-    many = shared_pools(reach.pools)
-    single = np.flatnonzero(np.diff(reach.pools.start) == 1)
-    alone = np.zeros((layers, pair.trainer.world))
-    alone[:, reach.pools.rank[reach.pools.start[single]]] = asked[:, single]
-    return Expected(alone, asked[:, many], (asked**2 / np.maximum(squares, 1.0))[:, many])
+            demand += np.rint(sums(layer, pool, load, shape) * (total / layer_load))
+            squares += total / layer_load * sums(layer, pool, load**2, shape)
+    shared_pool = shared_pools(reach.pools)
+    lone_pool = np.flatnonzero(np.diff(reach.pools.start) == 1)
+    lone_demand = np.zeros((layers, pair.trainer.world))
+    lone_demand[:, reach.pools.rank[reach.pools.start[lone_pool]]] = demand[:, lone_pool]
+    return Expected(lone_demand, demand[:, shared_pool], (demand**2 / np.maximum(squares, 1.0))[:, shared_pool])
 
 
 def sums(row: IntArray, column: IntArray, weight: IntArray | FloatArray, shape: tuple[int, ...]) -> FloatArray:
-    """A matrix of sums of weights."""
-    flat = np.bincount(row * shape[1] + column, weights=weight, minlength=shape[0] * shape[1])
-    return flat.astype(np.float64).reshape(shape)
+    """Sums of weights (n,) in a matrix of `shape`, by `row` and `column` (n,)."""
+    totals = np.bincount(row * shape[1] + column, weights=weight, minlength=shape[0] * shape[1])
+    return totals.astype(np.float64).reshape(shape)
 
 
 def others_load(pools: Pools, expected: Expected) -> FloatArray:
-    """(blocks, world) what is expected on each rank of all blocks but one, for each.
+    """(blocks, world) for each block the load that all other blocks are expected to put on each rank.
 
-    Pools are served one after the other. Of a pool first the blocks with fewer boxes than ranks are dealt, box by box,
-    to the ranks in turn. The rest rises to one level on top of that, and each block with more boxes uses all ranks
+    Pools are served one after the other. First the blocks with fewer boxes than a pool has ranks are assigned, box by
+    box, to the ranks in turn. The rest rises to one level on top of that. Each block with more boxes uses all ranks
     alike, so that it can make up for what its map asks of them. Where boxes leave a rank below the level of fractions
     it counts as level: each block would fill the same gap.
     """
-    own = expected.alone.copy()
-    load = own.sum(axis=0)
+    block_load = expected.alone.copy()
+    load = block_load.sum(axis=0)
     level = load.copy()
     for column, pool in enumerate(shared_pools(pools).tolist()):
         weight, items = expected.shared[:, column], expected.items[:, column]
@@ -114,18 +116,18 @@ def others_load(pools: Pools, expected: Expected) -> FloatArray:
             continue
         ranks = pools.rank[pools.start[pool] : pools.start[pool + 1]]
         level[ranks] += fill(weight.sum()[None], level[None, ranks])[0]
-        few = np.flatnonzero((weight > 0) & (items < ranks.shape[0]))
-        if few.size:
-            count = np.maximum(np.rint(items[few]), 1.0).astype(np.int64)
-            block, box = np.repeat(few, count), np.repeat(weight[few] / count, count)
-            turn = np.cumsum(fill(weight[few].sum()[None], load[None, ranks])[0])
+        small_blocks = np.flatnonzero((weight > 0) & (items < ranks.shape[0]))
+        if small_blocks.size:
+            count = np.maximum(np.rint(items[small_blocks]), 1.0).astype(np.int64)
+            block, box = np.repeat(small_blocks, count), np.repeat(weight[small_blocks] / count, count)
+            turn = np.cumsum(fill(weight[small_blocks].sum()[None], load[None, ranks])[0])
             rank = ranks[np.minimum(np.searchsorted(turn, np.cumsum(box) - box / 2), ranks.shape[0] - 1)]
-            np.add.at(own, (block, rank), box)
+            np.add.at(block_load, (block, rank), box)
             np.add.at(load, rank, box)
-        many = np.setdiff1d(np.flatnonzero(weight), few)
-        if many.size:
-            room = fill(weight[many].sum()[None], load[None, ranks])[0]
-            own[np.ix_(many, ranks)] += weight[many, None] * (room / weight[many].sum())
+        large_blocks = np.setdiff1d(np.flatnonzero(weight), small_blocks)
+        if large_blocks.size:
+            room = fill(weight[large_blocks].sum()[None], load[None, ranks])[0]
+            block_load[np.ix_(large_blocks, ranks)] += weight[large_blocks, None] * (room / weight[large_blocks].sum())
             load[ranks] += room
-    others: FloatArray = np.rint(np.maximum(np.maximum(load, level) - own, 0.0))
-    return others
+    other_load: FloatArray = np.rint(np.maximum(np.maximum(load, level) - block_load, 0.0))
+    return other_load

@@ -1,4 +1,4 @@
-"""From which holders of a cell a rank may get it: all of them, or those on its own host where there are any."""
+"""Holders from which a rank may get a cell: all of them, or those on its own host where there are any."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ __all__ = ["Narrowed", "Reach", "same_host_first"]
 
 @dataclass(frozen=True, slots=True)
 class Narrowed:
-    """Pools with fewer members, by item: member i of the new pool of an item is member `member[first[item] + i]` of its
-    old one."""
+    """Pools with fewer members, by item.
+
+    Member i of the new pool of an item is member `member[first[item] + i]` of its old one.
+    """
 
     pools: Pools
     pool: IntArray
@@ -37,20 +39,20 @@ def same_host_first(pools: Pools, pool: IntArray, item_host: IntArray, rank_host
     heads = order[begins]
     count = np.diff(pools.start)[pool[heads]]
     edge = ranges(pools.start[pool[heads]], count)
-    of = np.repeat(np.arange(heads.shape[0], dtype=np.int64), count)
-    near = rank_host[pools.rank[edge]] == item_host[heads][of]
-    some = np.bincount(of[near], minlength=heads.shape[0]) > 0
-    kept = near | ~some[of]
-    start = np.append(0, np.cumsum(np.bincount(of[kept], minlength=heads.shape[0])))
-    number, narrowed = pool_sets(start, pools.rank[edge[kept]])
-    return Narrowed(narrowed, number[kind], start[kind], (edge - pools.start[pool[heads]][of])[kept])
+    edge_kind = np.repeat(np.arange(heads.shape[0], dtype=np.int64), count)
+    same_host = rank_host[pools.rank[edge]] == item_host[heads][edge_kind]
+    has_holder = np.bincount(edge_kind[same_host], minlength=heads.shape[0]) > 0
+    member_mask = same_host | ~has_holder[edge_kind]
+    start = np.append(0, np.cumsum(np.bincount(edge_kind[member_mask], minlength=heads.shape[0])))
+    number, narrow_pools = pool_sets(start, pools.rank[edge[member_mask]])
+    return Narrowed(narrow_pools, number[kind], start[kind], (edge - pools.start[pool[heads]][edge_kind])[member_mask])
 
 
 class Reach:
     """The pools that the ranks of instances draw on, from the sources' pools and the hosts of all ranks.
 
-    `column` (instance ranks,) numbers the hosts on which the instances are, rank after rank, instance after instance,
-    all 0 without hosts; `pools` are all that some host draws on.
+    `column` (instance ranks,) numbers the hosts on which the instances are, rank after rank, instance after instance.
+    Without hosts all are 0. `pools` are all that some host draws on.
     """
 
     def __init__(self, sources: Sources, worlds: list[int], hosts: Hosts | None) -> None:
@@ -61,18 +63,18 @@ class Reach:
             self.column = np.zeros(int(self.first[-1]), dtype=np.int64)
             self.pools, self._pool, self._narrowed = sources.pools, np.arange(count, dtype=np.int64)[:, None], None
             return
-        begin = int(hosts.first[1])
-        distinct, self.column = np.unique(hosts.host[begin:], return_inverse=True)
-        pool = np.repeat(np.arange(count, dtype=np.int64), distinct.shape[0])
-        self._narrowed = same_host_first(sources.pools, pool, np.tile(distinct, count), hosts.host[:begin])
-        self.pools, self._pool = self._narrowed.pools, self._narrowed.pool.reshape(count, distinct.shape[0])
+        trainer_ranks = int(hosts.first[1])
+        host_numbers, self.column = np.unique(hosts.host[trainer_ranks:], return_inverse=True)
+        pool = np.repeat(np.arange(count, dtype=np.int64), host_numbers.shape[0])
+        self._narrowed = same_host_first(sources.pools, pool, np.tile(host_numbers, count), hosts.host[:trainer_ranks])
+        self.pools, self._pool = self._narrowed.pools, self._narrowed.pool.reshape(count, host_numbers.shape[0])
 
     def columns(self, instance: int | IntArray, rank: IntArray) -> IntArray:
-        """The host of ranks of an instance."""
+        """The host numbers (columns) of ranks of an instance."""
         return np.asarray(self.column[self.first[instance] + rank])
 
     def hosts_of(self, instance: int) -> list[int]:
-        """The hosts on which an instance is, ascending."""
+        """The numbers of the hosts on which an instance is, ascending."""
         columns: list[int] = np.unique(self.column[self.first[instance] : self.first[instance + 1]]).tolist()
         return columns
 
@@ -81,7 +83,7 @@ class Reach:
         return np.asarray(self._pool[self._sources.pool[cell], column])
 
     def entry(self, cell: IntArray, column: IntArray | int, choice: IntArray) -> IntArray:
-        """Where in `Sources.rank` member `choice` of that pool is."""
+        """The entry of `Sources.rank` that is member `choice` of that pool."""
         if self._narrowed is not None:
             item = self._sources.pool[cell] * self._pool.shape[1] + column
             choice = self._narrowed.member[self._narrowed.first[item] + choice]

@@ -1,7 +1,7 @@
 """Makes a transfer plan from the tables of both sides. Pure: no torch, no I/O, equal input gives an equal plan.
 
-How, and why so: docs/planning.md. `weightcast.transfer.planner.replan` makes plans one after the
-other and keeps what did not change.
+docs/planning.md explains how. `weightcast.transfer.planner.replan` makes plans one after the other, and keeps what did
+not change.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ from weightcast.transfer.planner.waterfill import Pools, level
 __all__ = ["Asks", "Dealt", "Label", "Made", "Terms", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
 
 _BALANCED = 1.045
-"""Blocks dealt by themselves are kept if the busiest trainer rank has at most so many times the least load to which
-bytes could be shared out in fractions."""
+"""Limit for blocks that are assigned each by itself: the busiest trainer rank's load, in multiples of the least.
+
+The least is what that load could be if bytes were shared out in fractions. Above the limit the blocks are assigned
+together.
+"""
 
 
 def plan_transfer(
@@ -57,13 +60,15 @@ def plan_transfer(
     hosts: Hosts | None = None,
     topology: Topology | None = None,
 ) -> TransferPlan:
-    """Who sends which box to whom, who copies what, and what each rank digests.
+    """The plan of a pair: its sends of boxes from rank to rank, its copies, and the digests of each rank.
 
     `trainer[i]` is the table of trainer rank i, `instances[name][i]` that of rank i of an instance. Each instance must
-    hold the whole of every tensor that it holds part of, and of those in `required` but for the ones in
-    `left_out[name]`; the trainer must hold all that some instance holds. `check` also proves the invariants of the
-    finished plan. With `hosts` a rank gets what it can from trainer ranks on its own host; with a `topology` as well,
-    ranks of the instances pass on to each other what they receive alike where its cost model finds that faster.
+    hold the whole of every tensor that it holds part of. It must hold those in `required`, but for the ones in
+    `left_out[name]`. The trainer must hold all that some instance holds. `check` also proves the invariants of the
+    finished plan.
+
+    With `hosts` a rank gets what it can from trainer ranks on its own host. With a `topology` as well, ranks of the
+    instances relay to each other what they receive alike, where its cost model finds that faster.
 
     Raises LayoutError where tables contradict each other, CoverageError where something is missing (named in compact
     ranges), and PlanError if the plan were wrong.
@@ -73,7 +78,7 @@ def plan_transfer(
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is asked of a plan, as in `plan_transfer`."""
+    """The terms of a plan, as in `plan_transfer`."""
 
     check: bool = True
     required: tuple[str, ...] = ()
@@ -82,7 +87,7 @@ class Terms:
     topology: Topology | None = None
 
     def key(self) -> tuple[object, ...]:
-        """Equal for equal terms."""
+        """A value that is equal for equal terms."""
         left_out = {name: frozenset(names) for name, names in self.left_out.items()}
         hosts = self.hosts and (self.hosts.host.tobytes(), self.hosts.first.tobytes())
         return self.check, self.required, left_out, hosts, self.topology
@@ -95,11 +100,12 @@ _NO_TERMS = Terms()
 class Made:
     """A plan, and what a plan for changed tables can take from it.
 
-    A block is one layer of one instance; block `instance * layers + layer` has a row in each of `expected` (what no map
-    changes), `others` (the load from other blocks beside which it is dealt), `asked` (blocks, pools) and `sent`
-    (blocks, world), the bytes that it really takes from each pool and rank. `cell_start[instance]` (layers + 1,) are
-    the numbers of the instance's first digest cell of each layer. Where blocks are not `balanced`, all were dealt
-    together.
+    A block is one layer of one instance. Block `instance * layers + layer` has a row in each of `expected`, `others`,
+    `asked` and `sent`. `expected` is what no map changes; `others` is the load from other blocks beside which the block
+    is assigned. `asked` (blocks, pools) and `sent` (blocks, world) are the bytes that it really takes from each pool
+    and rank. Where blocks are not `balanced`, all were assigned together.
+
+    `cell_start[instance]` (layers + 1,) are the numbers of the instance's first digest cell of each layer.
     """
 
     pair: JoinedPair
@@ -115,7 +121,7 @@ class Made:
 
 
 def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO_TERMS) -> Made:
-    """plan_transfer, with what it worked out on the way."""
+    """Makes a plan like `plan_transfer`, and returns it with what was worked out on the way."""
     hosts, topology = terms.hosts, terms.topology
     pair = join_pair(trainer, instances)
     worlds = [side.world for side in pair.instances]
@@ -127,23 +133,23 @@ def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO
     for side in pair.instances:
         if side.fingerprints not in cells:
             cells[side.fingerprints] = cells_of(side, None, label)
-    own = [cells[side.fingerprints] for side in pair.instances]
-    by_name = {side.name: one for side, one in zip(pair.instances, own, strict=True)}
+    instance_cells = [cells[side.fingerprints] for side in pair.instances]
+    by_name = {side.name: side_cells for side, side_cells in zip(pair.instances, instance_cells, strict=True)}
     require_cover(pair.tensors, sources.cells, by_name, _required(pair, terms.required, terms.left_out))
-    bound: dict[tuple[str, ...], tuple[Receives, IntArray]] = {}
+    bindings: dict[tuple[str, ...], tuple[Receives, IntArray]] = {}
     for side in pair.instances:
-        if side.fingerprints not in bound:
+        if side.fingerprints not in bindings:
             receives = bind(side, None, sources.cells, len(pair.tensors), label)
-            bound[side.fingerprints] = receives, weights(side, receives)
+            bindings[side.fingerprints] = receives, weights(side, receives)
     reach = Reach(sources, worlds, hosts)
-    asks = [Asks(index, side, *bound[side.fingerprints]) for index, side in enumerate(pair.instances)]
+    asks = [Asks(index, side, *bindings[side.fingerprints]) for index, side in enumerate(pair.instances)]
     expected = _expected(pair, sources, reach, asks)
-    others = others_load(reach.pools, expected)
-    dealt = _deal(pair, sources, reach, asks, others)
-    if dealt is None or (topology is not None and hosts is not None):
-        dealt, operations = _route(pair, sources, reach, asks, dealt, _machine(asks, hosts, topology))
+    other_load = others_load(reach.pools, expected)
+    choice = _deal(pair, sources, reach, asks, other_load)
+    if choice is None or (topology is not None and hosts is not None):
+        choice, operations = _route(pair, sources, reach, asks, choice, _machine(asks, hosts, topology))
     else:
-        entries = zip(asks, dealt.entry, strict=True)
+        entries = zip(asks, choice.entry, strict=True)
         rows = (direct_rows(a.number, a.side, a.receives, sources, e) for a, e in entries)
         operations = join_made(Operations, sum(a.receives.row.shape[0] for a in asks), rows)
     plan = TransferPlan(
@@ -155,12 +161,12 @@ def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO
         trainer_fingerprints=pair.trainer.fingerprints,
         instance_fingerprints=tuple(side.fingerprints for side in pair.instances),
         operations=operations,
-        digests=_digests(pair, sources, own),
+        digests=_digests(pair, sources, instance_cells),
     )
     if terms.check:
         check_joined(plan, pair)
-    starts = tuple(np.searchsorted(one.key, pair.layer_start) for one in own)
-    return Made(pair, sources, reach, plan, expected, others, dealt.asked, dealt.sent, starts, bool(dealt.entry))
+    starts = tuple(np.searchsorted(side_cells.key, pair.layer_start) for side_cells in instance_cells)
+    return Made(pair, sources, reach, plan, expected, other_load, choice.asked, choice.sent, starts, bool(choice.entry))
 
 
 class Label:
@@ -177,24 +183,24 @@ def _required(
     pair: JoinedPair, required: Collection[str], left_out: Mapping[str, Collection[str]]
 ) -> dict[str, IntArray]:
     """Rows of the tensors that each instance has to hold."""
-    unknown = [name for name in required if name not in pair.tensors.index]
-    if unknown:
-        raise LayoutError(f"tensor {unknown[0]!r} is required but no rank declares it")
+    unknown_names = [name for name in required if name not in pair.tensors.index]
+    if unknown_names:
+        raise LayoutError(f"tensor {unknown_names[0]!r} is required but no rank declares it")
     strangers = set(left_out) - {side.name for side in pair.instances}
     if strangers:
         raise LayoutError(f"tensors are left out for {min(strangers)!r}, which is no instance")
     rows = {}
     for side in pair.instances:
-        exempt = frozenset(left_out.get(side.name, ()))
+        exempt_names = frozenset(left_out.get(side.name, ()))
         rows[side.name] = np.array(
-            [pair.tensors.index[name] for name in required if name not in exempt], dtype=np.int64
+            [pair.tensors.index[name] for name in required if name not in exempt_names], dtype=np.int64
         )
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """What an instance receives: its number and columns, the rows, and the bytes of each send."""
+    """Needs of an instance: its number and columns, the rows that it receives, and the bytes of each send."""
 
     number: int
     side: JoinedRanks
@@ -202,7 +208,7 @@ class Asks:
     weight: IntArray
 
     def columns(self, reach: Reach) -> IntArray:
-        """The host to which each send goes."""
+        """(sends,) the host to which each send goes, as `Reach` numbers it."""
         return reach.columns(self.number, self.side.rank[self.receives.row[self.receives.sends]])
 
 
@@ -213,22 +219,25 @@ def weights(side: JoinedRanks, receives: Receives) -> IntArray:
 
 
 def _expected(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks]) -> Expected:
-    """What all blocks are expected to ask for. Equal instances on hosts with the same holders are looked at once."""
-    found: dict[tuple[tuple[str, ...], bytes], Expected] = {}
-    each = []
-    for one in asks:
-        begin, end = reach.first[one.number], reach.first[one.number + 1]
-        key = one.side.fingerprints, reach.column[begin:end].tobytes()
-        if key not in found:
-            found[key] = expect(pair, sources, reach, (one.number, one.side), one.receives, one.weight)
-        each.append(found[key])
-    return Expected(*(np.concatenate([getattr(one, name) for one in each]) for name in Expected.__slots__))
+    """The expected demand of all blocks. Equal instances on hosts with the same holders are looked at once."""
+    by_key: dict[tuple[tuple[str, ...], bytes], Expected] = {}
+    by_instance = []
+    for ask in asks:
+        start, end = reach.first[ask.number], reach.first[ask.number + 1]
+        key = ask.side.fingerprints, reach.column[start:end].tobytes()
+        if key not in by_key:
+            by_key[key] = expect(pair, sources, reach, (ask.number, ask.side), ask.receives, ask.weight)
+        by_instance.append(by_key[key])
+    return Expected(*(np.concatenate([getattr(e, name) for e in by_instance]) for name in Expected.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
 class Dealt:
-    """For each instance the sources of its sends, entries of `Sources.rank`, or nothing where boxes were cut or are
-    relayed; and what blocks ask of pools and ranks."""
+    """Sources of all sends, and the bytes that blocks ask of pools and ranks.
+
+    `entry` has for each instance the entries of `Sources.rank` that its sends come from. It is empty where boxes were
+    cut or are relayed. `asked` is (blocks, pools), `sent` (blocks, world).
+    """
 
     entry: list[IntArray]
     asked: FloatArray
@@ -236,25 +245,25 @@ class Dealt:
 
 
 def _deal(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Dealt | None:
-    """Sources for all instances, dealt block by block; None where that leaves some rank too much."""
-    cell = np.concatenate([one.receives.cell for one in asks])
-    column = np.concatenate([one.columns(reach) for one in asks])
-    weight = np.concatenate([one.weight for one in asks])
+    """Sources for all instances, assigned block by block; None where that leaves some rank too much."""
+    cell = np.concatenate([ask.receives.cell for ask in asks])
+    column = np.concatenate([ask.columns(reach) for ask in asks])
+    weight = np.concatenate([ask.weight for ask in asks])
     block, pool = _blocks(pair, sources, asks), reach.pool(cell, column)
     number = turns(np.arange(others.shape[0], dtype=np.int64), pair.layers.shape[0])
     choice = deal_blocks(reach.pools, pool, weight, block, others, number)
     entry = reach.entry(cell, column, choice)
-    asked, sent = loads_of(reach.pools, pool, sources.rank[entry], weight, block, others.shape)
-    if not balanced(reach.pools, asked, sent):
+    pool_bytes, rank_bytes = loads_of(reach.pools, pool, sources.rank[entry], weight, block, others.shape)
+    if not balanced(reach.pools, pool_bytes, rank_bytes):
         return None
-    ends = np.cumsum([one.weight.shape[0] for one in asks])[:-1]
-    return Dealt(np.split(entry, ends), asked, sent)
+    ends = np.cumsum([ask.weight.shape[0] for ask in asks])[:-1]
+    return Dealt(np.split(entry, ends), pool_bytes, rank_bytes)
 
 
 def _blocks(pair: JoinedPair, sources: Sources, asks: list[Asks]) -> IntArray:
     """The block of each send of all instances."""
     layers, layer = pair.layers.shape[0], pair.layer[sources.cells.key]
-    return np.concatenate([one.number * layers + layer[one.receives.cell] for one in asks])
+    return np.concatenate([ask.number * layers + layer[ask.receives.cell] for ask in asks])
 
 
 def loads_of(
@@ -265,58 +274,57 @@ def loads_of(
 
 
 def balanced(pools: Pools, asked: FloatArray, sent: FloatArray) -> bool:
-    """Whether the busiest rank has little more than the least that it could have."""
-    _, best = level(pools, asked.sum(axis=0), sent.shape[1])
-    return bool(sent.sum(axis=0).max(initial=0.0) <= _BALANCED * best)
+    """True if the busiest rank has little more than the least that it could have."""
+    _, bound = level(pools, asked.sum(axis=0), sent.shape[1])
+    return bool(sent.sum(axis=0).max(initial=0.0) <= _BALANCED * bound)
 
 
 def _route(
     pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], dealt: Dealt | None, machine: Machine | None
 ) -> tuple[Dealt, Operations]:
-    """All instances together: boxes cut between holders, and passed on from rank to rank where that is faster than what
-    was dealt."""
+    """Routes all instances together: boxes are cut between holders, or relayed where that is faster than `dealt`."""
     needs = _needs(sources, reach, asks)
     direct = None if dealt is None else np.concatenate(dealt.entry)
     routes = route(sources, reach, needs, pair.trainer.world, machine, direct)
-    first = np.append(0, np.cumsum([one.weight.shape[0] for one in asks]))
+    first = np.append(0, np.cumsum([ask.weight.shape[0] for ask in asks]))
     bounds = np.searchsorted(routes.need, first).tolist()
     operations = [
-        routed_rows(one.number, one.side, one.receives, routes.between(*span), int(first[one.number]))
-        for one, span in zip(asks, pairwise(bounds), strict=True)
+        routed_rows(ask.number, ask.side, ask.receives, routes.between(*span), int(first[ask.number]))
+        for ask, span in zip(asks, pairwise(bounds), strict=True)
     ]
-    sent = np.flatnonzero(routes.src_instance == TRAINER)
-    need = routes.need[sent]
-    weight = volumes(np.take(routes.size, sent, axis=0)) * needs.itemsize[need]
+    send_rows = np.flatnonzero(routes.src_instance == TRAINER)
+    need = routes.need[send_rows]
+    weight = volumes(np.take(routes.size, send_rows, axis=0)) * needs.itemsize[need]
     shape = len(asks) * pair.layers.shape[0], pair.trainer.world
     block, pool = _blocks(pair, sources, asks)[need], reach.pool(needs.cell, needs.column)[need]
-    loads = loads_of(reach.pools, pool, routes.src_rank[sent], weight, block, shape)
+    loads = loads_of(reach.pools, pool, routes.src_rank[send_rows], weight, block, shape)
     return Dealt([], *loads), join_rows(Operations, operations)
 
 
 def _machine(asks: list[Asks], hosts: Hosts | None, topology: Topology | None) -> Machine | None:
-    """What relays are weighed by, where they can be."""
+    """The machine by which relays are weighed; None without hosts or topology."""
     if hosts is None or topology is None:
         return None
-    copied = np.zeros(len(hosts), dtype=np.int64)
-    for one in asks:
-        rows = np.flatnonzero(one.receives.kind == Kind.COPY)
-        nbytes = volumes(np.take(one.receives.size, rows, axis=0)) * ITEMSIZE[one.side.dtype[one.receives.tensor[rows]]]
-        np.add.at(copied, hosts.number(one.number, one.side.rank[one.receives.row[rows]]), nbytes)
-    return Machine(topology, hosts, copied)
+    copied_bytes = np.zeros(len(hosts), dtype=np.int64)
+    for ask in asks:
+        rows = np.flatnonzero(ask.receives.kind == Kind.COPY)
+        nbytes = volumes(np.take(ask.receives.size, rows, axis=0)) * ITEMSIZE[ask.side.dtype[ask.receives.tensor[rows]]]
+        np.add.at(copied_bytes, hosts.number(ask.number, ask.side.rank[ask.receives.row[rows]]), nbytes)
+    return Machine(topology, hosts, copied_bytes)
 
 
 def _needs(sources: Sources, reach: Reach, asks: list[Asks]) -> Needs:
-    cell = np.concatenate([one.receives.cell for one in asks])
-    row = [one.receives.row[one.receives.sends] for one in asks]
-    offset = np.concatenate([np.take(one.receives.offset, one.receives.sends, axis=0) for one in asks])
-    size = np.concatenate([np.take(one.receives.size, one.receives.sends, axis=0) for one in asks])
-    dtype = np.concatenate([one.side.dtype[sources.cells.key[one.receives.cell]] for one in asks])
+    cell = np.concatenate([ask.receives.cell for ask in asks])
+    row = [ask.receives.row[ask.receives.sends] for ask in asks]
+    offset = np.concatenate([np.take(ask.receives.offset, ask.receives.sends, axis=0) for ask in asks])
+    size = np.concatenate([np.take(ask.receives.size, ask.receives.sends, axis=0) for ask in asks])
+    dtype = np.concatenate([ask.side.dtype[sources.cells.key[ask.receives.cell]] for ask in asks])
     return Needs(
         cell=cell,
-        column=np.concatenate([one.columns(reach) for one in asks]),
-        instance=np.repeat([one.number for one in asks], [one.weight.shape[0] for one in asks]),
-        rank=np.concatenate([one.side.rank[rows] for one, rows in zip(asks, row, strict=True)]),
-        region=np.concatenate([one.side.region[rows] for one, rows in zip(asks, row, strict=True)]),
+        column=np.concatenate([ask.columns(reach) for ask in asks]),
+        instance=np.repeat([ask.number for ask in asks], [ask.weight.shape[0] for ask in asks]),
+        rank=np.concatenate([ask.side.rank[rows] for ask, rows in zip(asks, row, strict=True)]),
+        region=np.concatenate([ask.side.region[rows] for ask, rows in zip(asks, row, strict=True)]),
         offset=offset,
         size=size,
         dtype=dtype,
@@ -329,27 +337,28 @@ def _digests(pair: JoinedPair, sources: Sources, cells: list[Cells]) -> DigestRo
 
     def parts() -> Iterator[DigestRows]:
         yield trainer
-        made: dict[int, DigestRows] = {}
+        rows_of_cells: dict[int, DigestRows] = {}
         uses = Counter(map(id, cells))
-        for index, (side, own) in enumerate(zip(pair.instances, cells, strict=True)):
-            rows = made.get(id(own)) or digest_rows(index, side, own)
-            if uses[id(own)] > 1:
-                made[id(own)] = rows
+        for index, (side, side_cells) in enumerate(zip(pair.instances, cells, strict=True)):
+            rows = rows_of_cells.get(id(side_cells)) or digest_rows(index, side, side_cells)
+            if uses[id(side_cells)] > 1:
+                rows_of_cells[id(side_cells)] = rows
             yield replace(rows, instance=np.full(len(rows), index, dtype=np.int64))
 
-    return join_made(DigestRows, len(trainer) + sum(one.row.shape[0] for one in cells), parts())
+    return join_made(DigestRows, len(trainer) + sum(side_cells.row.shape[0] for side_cells in cells), parts())
 
 
 def _trainer_digests(pair: JoinedPair, sources: Sources) -> DigestRows:
-    """Every cell of a tensor that some instance holds, for each dtype that an instance has it in, on each of its
-    holders: data-parallel copies that have drifted apart must be seen, because several of them may be sent.
+    """The trainer's digest rows: each cell of a tensor that an instance holds, in each dtype there, on every holder.
+
+    Data-parallel copies that have drifted apart must be seen, because several of them may be sent.
     """
     cells = sources.cells
-    wanted = np.zeros((ITEMSIZE.shape[0], len(pair.tensors)), dtype=np.bool_)
+    demand = np.zeros((ITEMSIZE.shape[0], len(pair.tensors)), dtype=np.bool_)
     for side in pair.instances:
-        held = np.flatnonzero(side.holds)
-        wanted[side.dtype[held], held] = True
-    dtype, cell = np.nonzero(wanted[:, cells.key])
+        tensors = np.flatnonzero(side.holds)
+        demand[side.dtype[tensors], tensors] = True
+    dtype, cell = np.nonzero(demand[:, cells.key])
     order, _ = lex_sort([cells.key[cell], dtype, cell])
     dtype, cell = dtype[order], cell[order]
     holders = cells.start[cell + 1] - cells.start[cell]

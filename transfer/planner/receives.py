@@ -1,4 +1,4 @@
-"""What the ranks of an instance get, whoever sends it: slots bound to the trainer's cells.
+"""Boxes that the ranks of an instance receive, whoever sends them: slots bound to the trainer's cells.
 
 This is the part of a plan that depends on the expert placement. It is worked out for all rows of a side or for those of
 some layers alone, with the same result for each layer.
@@ -22,11 +22,11 @@ __all__ = ["Receives", "bind", "cells_of", "digest_rows", "plan_order"]
 
 @dataclass(frozen=True, slots=True)
 class Receives:
-    """What the ranks of an instance receive or copy, in the order of the plan; `offset` and `size` are (n, D), the rest
-    (n,).
+    """Boxes that the ranks of an instance receive or copy, n of them, in the order of the plan.
 
-    `row` is the row of the side that is written, `source` for a copy the row that it is copied from. `sends` are the
-    places of the sends, `cell` (sends,) the trainer's cell of each.
+    `kind`, `tensor`, `row` and `source` are (n,), `offset` and `size` (n, D). `row` is the row of the side that is
+    written, `source` for a copy the row that it is copied from. `sends` (sends,) are the places of the sends, `cell`
+    (sends,) the trainer's cell of each.
     """
 
     kind: IntArray
@@ -40,7 +40,7 @@ class Receives:
 
 
 def cells_of(side: JoinedRanks, rows: IntArray | None, label: Callable[[int], str]) -> Cells:
-    """The cells of some rows of a side, or of all; `row` counts in the side."""
+    """The cells of some rows of a side, or of all; their `row` counts in the whole side."""
     if rows is None:
         return decompose(side.tensor, side.offset, side.size, label)
     cells = decompose(side.tensor[rows], np.take(side.offset, rows, axis=0), np.take(side.size, rows, axis=0), label)
@@ -48,7 +48,7 @@ def cells_of(side: JoinedRanks, rows: IntArray | None, label: Callable[[int], st
 
 
 def bind(side: JoinedRanks, rows: IntArray | None, cells: Cells, tensors: int, label: Callable[[int], str]) -> Receives:
-    """Each rank receives each of its cells once, into the first region that holds it, and copies it into the others.
+    """Binds regions to cells: a rank receives each of its cells once, into its first region, and copies it to others.
 
     `rows` are the rows of the side to bind, None for all; `cells` the trainer's, of `tensors` tensors.
     """
@@ -64,25 +64,25 @@ def bind(side: JoinedRanks, rows: IntArray | None, cells: Cells, tensors: int, l
     cell, box, offset, size = intersect(
         (cells.key, cells.offset, cells.size), (side.tensor[first], boxes.offset, boxes.size)
     )
-    again = np.repeat(np.arange(len(boxes), dtype=np.int64), count - 1)
-    copied = row[ranges(boxes.start[:-1] + 1, count - 1)]
+    copy_box = np.repeat(np.arange(len(boxes), dtype=np.int64), count - 1)
+    copy_rows = row[ranges(boxes.start[:-1] + 1, count - 1)]
     sends = cell.shape[0]
-    written = np.concatenate([first[box], copied])
-    kind = np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copied.shape[0]])
-    tensor = side.tensor[written]
-    offset = np.concatenate([offset, np.take(boxes.offset, again, axis=0)])
-    size = np.concatenate([size, np.take(boxes.size, again, axis=0)])
-    order = plan_order(side.rank[written], kind, tensor, offset, side.region[written])
-    sent = np.flatnonzero(order < sends)
+    target_rows = np.concatenate([first[box], copy_rows])
+    kind = np.repeat(np.array([Kind.SEND, Kind.COPY], dtype=np.int64), [sends, copy_rows.shape[0]])
+    tensor = side.tensor[target_rows]
+    offset = np.concatenate([offset, np.take(boxes.offset, copy_box, axis=0)])
+    size = np.concatenate([size, np.take(boxes.size, copy_box, axis=0)])
+    order = plan_order(side.rank[target_rows], kind, tensor, offset, side.region[target_rows])
+    send_places = np.flatnonzero(order < sends)
     return Receives(
         kind[order],
         tensor[order],
-        written[order],
-        np.concatenate([written[:sends], first[again]])[order],
+        target_rows[order],
+        np.concatenate([target_rows[:sends], first[copy_box]])[order],
         np.take(offset, order, axis=0),
         np.take(size, order, axis=0),
-        sent,
-        cell[order[sent]],
+        send_places,
+        cell[order[send_places]],
     )
 
 
@@ -94,7 +94,7 @@ def plan_order(
 
 
 def digest_rows(index: int, side: JoinedRanks, cells: Cells, number: IntArray | None = None) -> DigestRows:
-    """Every region of an instance, cut into cells where regions overlap partly, ordered by (rank, region, cell).
+    """Digest rows of an instance: its regions, cut into cells where they overlap partly, by (rank, region, cell).
 
     `number` are the numbers of the cells, if they are not counted from 0.
     """

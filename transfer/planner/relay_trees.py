@@ -1,9 +1,9 @@
-"""Who passes on what: chains and trees on the inference side in place of many sends of one box.
+"""Relays in chains and trees on the inference side, in place of many sends of one box.
 
-Boxes that several ranks receive alike form a group. Inside a host one rank, the head, receives the box and it goes on
-over NVLink from rank to rank; between hosts it goes from head to head, so that a trainer rank sends it once. Heads are
-dealt so that the NICs of a host's ranks receive alike. A chain loads each rank's links with what it receives anyway; a
-tree is shorter but its inner ranks send more. Which shape, if any, the cost model of `topology` decides.
+Boxes that several ranks receive alike form a group. Inside a host one rank, the head, receives the box, which goes on
+over NVLink from rank to rank. Between hosts it goes from head to head, so that a trainer rank sends it once. Heads are
+assigned so that the NICs of a host's ranks receive alike. A chain loads each rank's links with what it receives anyway.
+A tree is shorter, but its inner ranks send more. The cost model of `topology` chooses a shape, or none.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ DIRECT = -1
 """Parent of an item that a trainer rank sends."""
 
 SHAPES = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (2, 2))
-"""What is tried: to how many a rank passes a box on inside its host and between hosts; 0 means not at all."""
+"""Shapes to try: to how many a rank passes a box on inside its host and between hosts; 0 means not at all."""
 
 
 class RelayGroups:
     """Items (a box that a rank receives) that are alike, by group and host.
 
-    `key` are columns (n,) that are equal for boxes alike, `rank` (n,) numbers the receivers of all instances, `host`
-    (ranks,), `weight` (n,) bytes; `near` (n,) tells items that a trainer rank on the receiver's host holds: those
+    `key` are columns (n,) that are equal for boxes alike. `rank` (n,) numbers the receivers of all instances, `host` is
+    (ranks,), `weight` (n,) bytes. `near` (n,) marks items that a trainer rank on the receiver's host holds: those
     always come from it.
     """
 
@@ -44,14 +44,14 @@ class RelayGroups:
         order, begins = lex_sort(key)
         group = np.empty(rank.shape[0], dtype=np.int64)
         group[order] = np.cumsum(begins) - 1
-        alike = np.flatnonzero(np.bincount(group)[group] > 1) if rank.size else order
-        order, _ = lex_sort([group[alike], ~near[alike] + 0, host[rank[alike]], rank[alike]])
-        self._item = alike[order]
+        members = np.flatnonzero(np.bincount(group)[group] > 1) if rank.size else order
+        order, _ = lex_sort([group[members], ~near[members] + 0, host[rank[members]], rank[members]])
+        self._item = members[order]
         """Items that are not the only ones of their group, by (group, near first, host, rank)."""
         self._group = group[self._item]
 
     def parents(self, inside: int, between: int) -> IntArray:
-        """(n,) for each item the item that it is passed on from, or DIRECT."""
+        """(n,) the item from which each item is passed on, or DIRECT."""
         parent = np.full(self._rank.shape[0], DIRECT, dtype=np.int64)
         if not self._item.size:
             return parent
@@ -63,7 +63,7 @@ class RelayGroups:
         return parent
 
     def _inside(self, parent: IntArray, fan_out: int) -> npt.NDArray[np.bool_]:
-        """Sets the parents of all but one item of a group and host; which items are heads."""
+        """Sets the parents of all but one item of a group and host. Returns a mask of the heads."""
         item, host = self._item, self._host[self._rank[self._item]]
         begins = np.ones(item.shape[0], dtype=np.bool_)
         begins[1:] = (self._group[1:] != self._group[:-1]) | (host[1:] != host[:-1])
@@ -71,19 +71,19 @@ class RelayGroups:
         start = starts_of(begins)
         count = np.diff(start)
         pool, pools = pool_sets(start, self._rank[item])
-        # What arrives over NICs whatever the heads are: boxes of no group. Near ones come over NVLink.
-        fixed = ~self._near
-        fixed[item] = False
-        load = np.bincount(self._rank[fixed], self._weight[fixed], self._host.shape[0]).astype(np.float64)
-        near = self._near[item[start[:-1]]]
-        weight = np.where(near, 0, self._weight[item[start[:-1]]])
+        # Boxes of no group arrive over NICs, whatever the heads are. Near ones come over NVLink.
+        ungrouped = ~self._near
+        ungrouped[item] = False
+        load = np.bincount(self._rank[ungrouped], self._weight[ungrouped], self._host.shape[0]).astype(np.float64)
+        run_near = self._near[item[start[:-1]]]
+        weight = np.where(run_near, 0, self._weight[item[start[:-1]]])
         head = deal(pools, pool, weight, self._host.shape[0], load)
-        place, run = np.arange(item.shape[0]), np.repeat(np.arange(count.shape[0]), count)
-        step = (place - start[run] - head[run]) % count[run]
+        position, run = np.arange(item.shape[0]), np.repeat(np.arange(count.shape[0]), count)
+        step = (position - start[run] - head[run]) % count[run]
         source = start[run] + ((step - 1) // fan_out + head[run]) % count[run]
-        passed = step > 0
-        parent[item[passed]] = item[source[passed]]
-        return ~passed
+        is_relay = step > 0
+        parent[item[is_relay]] = item[source[is_relay]]
+        return ~is_relay
 
     def _between(self, parent: IntArray, heads: IntArray, fan_out: int) -> None:
         """Sets the parents of all heads of a group but one, or but those that are near a trainer rank."""
@@ -92,29 +92,29 @@ class RelayGroups:
         begins[1:] = group[1:] != group[:-1]
         start = starts_of(begins)
         run = np.repeat(np.arange(start.shape[0] - 1), np.diff(start))
-        near = np.bincount(run, weights=self._near[item], minlength=start.shape[0] - 1).astype(np.int64)
-        far = np.diff(start) - near
-        place = np.arange(heads.shape[0]) - start[run] - near[run]
-        live = np.flatnonzero(place >= 0)
-        run, place = run[live], place[live]
-        # Turned from group to group, by about half a round, because the last ones of a tree send nothing.
-        turned = run % 2 * (far[run] // 2) + run // 2
-        step = (place - turned) % far[run]
-        source = start[run] + near[run] + ((step - 1) // fan_out + turned) % far[run]
+        near_count = np.bincount(run, weights=self._near[item], minlength=start.shape[0] - 1).astype(np.int64)
+        far_count = np.diff(start) - near_count
+        position = np.arange(heads.shape[0]) - start[run] - near_count[run]
+        far_heads = np.flatnonzero(position >= 0)
+        run, position = run[far_heads], position[far_heads]
+        # Shifted from group to group by about half a round, because the last ones of a tree send nothing.
+        shift = run % 2 * (far_count[run] // 2) + run // 2
+        step = (position - shift) % far_count[run]
+        source = start[run] + near_count[run] + ((step - 1) // fan_out + shift) % far_count[run]
         source = np.where(step == 0, start[run], source)
-        passed = (step > 0) | (near[run] > 0)
-        parent[item[live[passed]]] = item[source[passed]]
+        is_relay = (step > 0) | (near_count[run] > 0)
+        parent[item[far_heads[is_relay]]] = item[source[is_relay]]
 
 
 def depths(parent: IntArray) -> IntArray:
-    """(n,) how many hops each item is away from the trainer: 1 for those that it sends."""
+    """(n,) number of hops of each item from the trainer: 1 for those that it sends."""
     depth = np.ones(parent.shape[0], dtype=np.int64)
-    above = parent
-    # Each pass doubles how far up an item has counted.
-    while (above != DIRECT).any():
-        some = np.flatnonzero(above != DIRECT)
-        up = above[some]
-        depth[some] += depth[up]
-        above = above.copy()
-        above[some] = above[up]
+    ancestor = parent
+    # Each pass doubles the hops that an item has counted.
+    while (ancestor != DIRECT).any():
+        items = np.flatnonzero(ancestor != DIRECT)
+        item_ancestor = ancestor[items]
+        depth[items] += depth[item_ancestor]
+        ancestor = ancestor.copy()
+        ancestor[items] = ancestor[item_ancestor]
     return depth

@@ -1,10 +1,9 @@
 """Plans one pair again and again: what did not change since the last plan is not planned anew.
 
-A plan has two parts. What the trainer holds and what the layouts of the instances have in common with any expert map
-(the source cells, their holders, what each layer of each instance is expected to ask for) stays; which expert is in
-which slot is bound layer by layer. When the map of some layers of an instance changed, only those layers of that
-instance are bound, dealt and proved again. The result is the plan that `plan_transfer` would make from scratch, to the
-last row.
+A plan has two parts. One depends on no expert map, and stays: source cells, their holders, and the expected demand of
+each layer of each instance. The other binds experts to slots, layer by layer. When the map of some layers of an
+instance changed, only those layers of that instance are bound, assigned and proved again. The result is the plan that
+`plan_transfer` would make from scratch, to the last row.
 
     planner = Planner()
     first = planner.plan(trainer, instances).plan
@@ -57,9 +56,9 @@ class _Piece:
 class Planned:
     """A plan, and how it differs from the one before it.
 
-    `layers` are the numbers of the layers bound again, NONE for tensors outside of layers, and `instances` the
-    instances for which they were; both are None for a plan made from scratch. `changes` is the plan of these layers of
-    these instances alone, with the trainer's digests of the layers; for a plan made from scratch it is all of it.
+    `layers` are the numbers of the layers bound again, NONE for tensors outside of layers. `instances` are the
+    instances for which they were. `changes` is the plan of these layers of these instances alone, with the trainer's
+    digests of the layers. For a plan made from scratch, `layers` and `instances` are None and `changes` is all of it.
     """
 
     layers: tuple[int, ...] | None
@@ -70,14 +69,14 @@ class Planned:
 
     @cached_property
     def plan(self) -> TransferPlan:
-        """All of the plan. Put together when it is first asked for, in a time that grows with all of it."""
+        """All of the plan, put together when it is first asked for, in a time that grows with all of it."""
         return _put_together(self._made, self._pieces) if self._pieces else self._made.plan
 
     @cached_property
     def trainer_ranks(self) -> list[tuple[int, ...]]:
         """For each instance the trainer ranks that send to it, ascending."""
-        sent = self._made.sent.reshape(len(self.changes.instances), -1, self.changes.trainer_world).sum(axis=1)
-        return [tuple(np.flatnonzero(row).tolist()) for row in sent]
+        rank_bytes = self._made.sent.reshape(len(self.changes.instances), -1, self.changes.trainer_world).sum(axis=1)
+        return [tuple(np.flatnonzero(row).tolist()) for row in rank_bytes]
 
     def parts_of_changes(self, bucket_bytes: int = BUCKET_BYTES) -> PlanParts:
         """The parts of `changes`, for the communicators of the whole plan."""
@@ -102,17 +101,19 @@ class Planner:
         hosts: Hosts | None = None,
         topology: Topology | None = None,
     ) -> Planned:
-        """The plan for these tables: see `plan_transfer`. Raises what it raises. With a topology, because who passes
-        on what depends on all of the plan, it is always made from scratch when anything changed."""
+        """The plan for these tables, with the arguments and errors of `plan_transfer`.
+
+        With a topology it is made from scratch when anything changed, because relays depend on all of the plan.
+        """
         terms = Terms(check, tuple(required), left_out or {}, hosts, topology)
         sender = as_joined("", trainer)
         receivers = {name: as_joined(name, ranks, sender.tensors) for name, ranks in instances.items()}
-        planned = self._again(sender, receivers, check) if terms.key() == self._terms else None
-        if planned is None:
-            made = make_plan(sender, receivers, terms)
-            planned = Planned(None, None, made.plan, made)
-        self._last, self._terms = planned, terms.key()
-        return planned
+        plan = self._again(sender, receivers, check) if terms.key() == self._terms else None
+        if plan is None:
+            basis = make_plan(sender, receivers, terms)
+            plan = Planned(None, None, basis.plan, basis)
+        self._last, self._terms = plan, terms.key()
+        return plan
 
     def _again(self, trainer: JoinedRanks, instances: Mapping[str, JoinedRanks], check: bool) -> Planned | None:
         """The last plan with what changed bound again, or None where more than the maps of some layers changed."""
@@ -128,17 +129,17 @@ class Planner:
         if sides is None:
             return None
         turns = enumerate(zip(pair.instances, sides, strict=True))
-        changed = {index: (old, new) for index, (old, new) in turns if old is not new}
-        if not changed:
-            same = replace(last, layers=(), instances=(), changes=_nothing(last.changes))
-            same.__dict__.update({name: last.__dict__[name] for name in ("plan",) if name in last.__dict__})
-            return same
+        changes = {index: (old, new) for index, (old, new) in turns if old is not new}
+        if not changes:
+            repeat = replace(last, layers=(), instances=(), changes=_nothing(last.changes))
+            repeat.__dict__.update({name: last.__dict__[name] for name in ("plan",) if name in last.__dict__})
+            return repeat
         if not last._made.balanced:
             return None
         # Equal instances that changed alike are compared once.
-        apart = {(old.fingerprints, new.fingerprints): (old, new) for old, new in changed.values()}
-        layers = np.unique(np.concatenate([changed_layers(pair, old, new) for old, new in apart.values()]))
-        return _Binder(last, tuple(sides), list(changed), layers).planned(check)
+        side_pairs = {(old.fingerprints, new.fingerprints): (old, new) for old, new in changes.values()}
+        layers = np.unique(np.concatenate([changed_layers(pair, old, new) for old, new in side_pairs.values()]))
+        return _Binder(last, tuple(sides), list(changes), layers).planned(check)
 
 
 def _nothing(plan: TransferPlan) -> TransferPlan:
@@ -147,8 +148,11 @@ def _nothing(plan: TransferPlan) -> TransferPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """Some layers of an instance, bound: what is received and digested; for each send its block's place among the
-    layers; what each layer is expected to ask for."""
+    """Some layers of an instance, bound.
+
+    `asks` is what it receives, `digests` what it digests. `block` (sends,) is the place of each send's layer among the
+    layers, and `expected` has the expected demand of each.
+    """
 
     asks: Asks
     digests: DigestRows
@@ -163,73 +167,73 @@ class _Binder:
         self._last, self._made, self._changed, self._layers = last, last._made, changed, layers
         self._pair = replace(last._made.pair, instances=sides)
         self._label = Label(self._pair)
-        chosen = np.zeros(self._pair.layers.shape[0], dtype=np.bool_)
-        chosen[layers] = True
-        self._tensors = chosen[self._pair.layer]
+        layer_mask = np.zeros(self._pair.layers.shape[0], dtype=np.bool_)
+        layer_mask[layers] = True
+        self._tensors = layer_mask[self._pair.layer]
 
     def planned(self, check: bool) -> Planned | None:
         """The plan, or None where it has to be made from scratch."""
-        old = self._made
-        bound = self._bound()
-        if bound is None:
+        basis = self._made
+        bindings = self._bound()
+        if bindings is None:
             return None
-        dealt = self._deal(bound)
-        if not balanced(old.reach.pools, dealt.asked, dealt.sent):
+        choice = self._deal(bindings)
+        if not balanced(basis.reach.pools, choice.asked, choice.sent):
             return None
         operations = [
-            direct_rows(made.asks.number, made.asks.side, made.asks.receives, old.sources, entry)
-            for made, entry in zip(bound, dealt.entry, strict=True)
+            direct_rows(binding.asks.number, binding.asks.side, binding.asks.receives, basis.sources, entry)
+            for binding, entry in zip(bindings, choice.entry, strict=True)
         ]
         digests = [
-            replace(made.digests, instance=np.full(len(made.digests), made.asks.number, dtype=np.int64))
-            for made in bound
+            replace(binding.digests, instance=np.full(len(binding.digests), binding.asks.number, dtype=np.int64))
+            for binding in bindings
         ]
         changes = replace(
-            old.plan,
+            basis.plan,
             instance_fingerprints=tuple(side.fingerprints for side in self._pair.instances),
             operations=join_rows(Operations, operations),
             digests=join_rows(DigestRows, [self._trainer_digests(), *digests]),
         )
         if check:
             check_joined(changes, self._pair, Scope(self._tensors, frozenset(self._changed)))
-        return self._next(changes, replace(old, pair=self._pair, asked=dealt.asked, sent=dealt.sent))
+        return self._next(changes, replace(basis, pair=self._pair, asked=choice.asked, sent=choice.sent))
 
     def _bound(self) -> list[_Bound] | None:
         """The layers of each changed instance, bound; None where one asks for other than was expected."""
         expected, count, reach = self._made.expected, self._pair.layers.shape[0], self._made.reach
-        found: dict[tuple[tuple[str, ...], bytes, bytes], _Bound | None] = {}
-        bound = []
+        by_key: dict[tuple[tuple[str, ...], bytes, bytes], _Bound | None] = {}
+        bindings = []
         for index in self._changed:
             side = self._pair.instances[index]
             hosts = reach.column[reach.first[index] : reach.first[index + 1]]
             key = side.fingerprints, self._made.cell_start[index].tobytes(), hosts.tobytes()
-            if key not in found:
-                found[key] = self._bind(index, side)
-            made = found[key]
-            if made is None or not _as_expected(made.expected, expected, index * count + self._layers):
+            if key not in by_key:
+                by_key[key] = self._bind(index, side)
+            binding = by_key[key]
+            if binding is None or not _as_expected(binding.expected, expected, index * count + self._layers):
                 return None
-            bound.append(replace(made, asks=replace(made.asks, number=index, side=side)))
-        return bound
+            bindings.append(replace(binding, asks=replace(binding.asks, number=index, side=side)))
+        return bindings
 
     def _deal(self, bound: list[_Bound]) -> Dealt:
         """Sources for the changed layers of all changed instances."""
-        old, sources, reach = self._made, self._made.sources, self._made.reach
+        basis, sources, reach = self._made, self._made.sources, self._made.reach
         count = self._layers.shape[0]
         blocks = np.concatenate([index * self._pair.layers.shape[0] + self._layers for index in self._changed])
-        cell = np.concatenate([made.asks.receives.cell for made in bound])
-        column = np.concatenate([made.asks.columns(reach) for made in bound])
-        weight = np.concatenate([made.asks.weight for made in bound])
-        block, pool = np.concatenate([i * count + made.block for i, made in enumerate(bound)]), reach.pool(cell, column)
+        cell = np.concatenate([b.asks.receives.cell for b in bound])
+        column = np.concatenate([b.asks.columns(reach) for b in bound])
+        weight = np.concatenate([b.asks.weight for b in bound])
+        block, pool = np.concatenate([i * count + b.block for i, b in enumerate(bound)]), reach.pool(cell, column)
         number = turns(blocks, self._pair.layers.shape[0])
-        entry = reach.entry(cell, column, deal_blocks(reach.pools, pool, weight, block, old.others[blocks], number))
-        asked, sent = old.asked.copy(), old.sent.copy()
-        shape = blocks.shape[0], sent.shape[1]
-        asked[blocks], sent[blocks] = loads_of(reach.pools, pool, sources.rank[entry], weight, block, shape)
-        ends = np.cumsum([made.asks.weight.shape[0] for made in bound])[:-1]
-        return Dealt(np.split(entry, ends), asked, sent)
+        entry = reach.entry(cell, column, deal_blocks(reach.pools, pool, weight, block, basis.others[blocks], number))
+        pool_bytes, rank_bytes = basis.asked.copy(), basis.sent.copy()
+        shape = blocks.shape[0], rank_bytes.shape[1]
+        pool_bytes[blocks], rank_bytes[blocks] = loads_of(reach.pools, pool, sources.rank[entry], weight, block, shape)
+        ends = np.cumsum([b.asks.weight.shape[0] for b in bound])[:-1]
+        return Dealt(np.split(entry, ends), pool_bytes, rank_bytes)
 
     def _next(self, changes: TransferPlan, made: Made) -> Planned:
-        """The new plan, as what was known before and the changes."""
+        """The new plan, made of the last one and the changes."""
         last, pieces = self._last, self._last._pieces
         if "plan" in last.__dict__ or len(pieces) >= _MOST_PIECES:
             made, pieces = replace(made, plan=last.plan), ()
@@ -243,49 +247,49 @@ class _Binder:
         )
 
     def _trainer_digests(self) -> DigestRows:
-        """The trainer's rows of the layers."""
+        """The trainer's digest rows of the layers."""
         digests = self._made.plan.digests
-        own = digests.between(0, int(np.searchsorted(digests.instance, TRAINER, side="right")))
-        return own.take(np.flatnonzero(self._tensors[own.tensor]))
+        trainer_rows = digests.between(0, int(np.searchsorted(digests.instance, TRAINER, side="right")))
+        return trainer_rows.take(np.flatnonzero(self._tensors[trainer_rows.tensor]))
 
     def _bind(self, index: int, side: JoinedRanks) -> _Bound | None:
         pair, sources, layers = self._pair, self._made.sources, self._layers
         rows = np.flatnonzero(self._tensors[side.tensor])
-        own = cells_of(side, rows, self._label)
-        number = self._cell_numbers(index, own)
-        if number is None or not self._covers(own, self._made.pair.instances[index]):
+        side_cells = cells_of(side, rows, self._label)
+        number = self._cell_numbers(index, side_cells)
+        if number is None or not self._covers(side_cells, self._made.pair.instances[index]):
             return None
-        begin, end = (np.searchsorted(sources.cells.key, pair.layer_start[layers + i]) for i in (0, 1))
-        part = ranges(begin, end - begin)
+        start, end = (np.searchsorted(sources.cells.key, pair.layer_start[layers + i]) for i in (0, 1))
+        part = ranges(start, end - start)
         cells = sources.cells
         boxes = np.take(cells.offset, part, axis=0), np.take(cells.size, part, axis=0)
-        some = Cells(cells.key[part], *boxes, cells.start, cells.row)
-        receives = bind(side, rows, some, len(pair.tensors), self._label)
+        layer_cells = Cells(cells.key[part], *boxes, cells.start, cells.row)
+        receives = bind(side, rows, layer_cells, len(pair.tensors), self._label)
         receives = replace(receives, cell=part[receives.cell])
         weight = weights(side, receives)
         expected = expect(pair, sources, self._made.reach, (index, side), receives, weight, rows)
         return _Bound(
             Asks(index, side, receives, weight),
-            digest_rows(index, side, own, number),
+            digest_rows(index, side, side_cells, number),
             np.searchsorted(layers, pair.layer[cells.key[receives.cell]]),
             expected.of(layers),
         )
 
     def _cell_numbers(self, index: int, own: Cells) -> IntArray | None:
-        """The numbers of an instance's digest cells; None where a layer has not as many as before."""
+        """The numbers of an instance's digest cells; None where a layer does not have as many as before."""
         start, layers = self._made.cell_start[index], self._layers
-        begin, end = (np.searchsorted(own.key, self._pair.layer_start[layers + i]) for i in (0, 1))
-        if not np.array_equal(end - begin, start[layers + 1] - start[layers]):
+        low, high = (np.searchsorted(own.key, self._pair.layer_start[layers + i]) for i in (0, 1))
+        if not np.array_equal(high - low, start[layers + 1] - start[layers]):
             return None
-        return ranges(start[layers], end - begin)
+        return ranges(start[layers], high - low)
 
     def _covers(self, own: Cells, old: JoinedRanks) -> bool:
-        """Whether the instance holds the whole of the tensors of the layers that it held before, and of no others."""
-        wanted = old.holds & self._tensors
-        held = np.zeros_like(wanted)
-        held[own.key] = True
-        whole = filled(own.key, own.size, wanted.shape[0]) == self._pair.tensors.elements
-        return np.array_equal(held, wanted) and bool(whole[wanted].all())
+        """True if the instance holds the whole of the layers' tensors that it held before, and of no others."""
+        tensors_before = old.holds & self._tensors
+        tensors_now = np.zeros_like(tensors_before)
+        tensors_now[own.key] = True
+        complete = filled(own.key, own.size, tensors_before.shape[0]) == self._pair.tensors.elements
+        return np.array_equal(tensors_now, tensors_before) and bool(complete[tensors_before].all())
 
 
 def _as_expected(found: Expected, known: Expected, blocks: IntArray) -> bool:
@@ -293,35 +297,35 @@ def _as_expected(found: Expected, known: Expected, blocks: IntArray) -> bool:
 
 
 def _put_together(made: Made, pieces: tuple[_Piece, ...]) -> TransferPlan:
-    """The rows of a plan but for those that pieces replace, and of each piece but for those that later ones replace."""
+    """Joins a plan and its pieces: each piece replaces the rows of its layers and instances in all before it."""
     base = made.plan
     count = len(base.instances)
     sources = [base, *(piece.plan for piece in pieces)]
     operations = [spans(plan.operations.instance, 0, count) for plan in sources]
     digests = [spans(plan.digests.instance, TRAINER, count - TRAINER) for plan in sources]
-    made_operations: list[Operations] = []
-    made_digests = [rows_at(base.digests, digests[0][0])]
+    instance_operations: list[Operations] = []
+    side_digests = [rows_at(base.digests, digests[0][0])]
     for index in range(count):
-        replaced = np.zeros(len(base.tensors), dtype=np.bool_)
-        some_operations: list[Operations] = []
-        some_digests: list[DigestRows] = []
+        replaced_tensors = np.zeros(len(base.tensors), dtype=np.bool_)
+        operation_pieces: list[Operations] = []
+        digest_pieces: list[DigestRows] = []
         for number in reversed(range(len(sources))):
-            own = rows_at(sources[number].operations, operations[number][index])
+            operation_rows = rows_at(sources[number].operations, operations[number][index])
             rows = rows_at(sources[number].digests, digests[number][index - TRAINER])
-            if replaced.any():
-                own = own.take(np.flatnonzero(~replaced[own.tensor]))
-                rows = rows.take(np.flatnonzero(~replaced[rows.tensor]))
-            some_operations.append(own)
-            some_digests.append(rows)
+            if replaced_tensors.any():
+                operation_rows = operation_rows.take(np.flatnonzero(~replaced_tensors[operation_rows.tensor]))
+                rows = rows.take(np.flatnonzero(~replaced_tensors[rows.tensor]))
+            operation_pieces.append(operation_rows)
+            digest_pieces.append(rows)
             if number and index in pieces[number - 1].instances:
-                replaced |= pieces[number - 1].tensors
-        made_operations.append(_in_order(some_operations))
-        made_digests.append(_digests_in_order(some_digests))
+                replaced_tensors |= pieces[number - 1].tensors
+        instance_operations.append(_in_order(operation_pieces))
+        side_digests.append(_digests_in_order(digest_pieces))
     return replace(
         base,
         instance_fingerprints=tuple(side.fingerprints for side in made.pair.instances),
-        operations=join_rows(Operations, made_operations),
-        digests=join_rows(DigestRows, made_digests),
+        operations=join_rows(Operations, instance_operations),
+        digests=join_rows(DigestRows, side_digests),
     )
 
 

@@ -1,8 +1,7 @@
-"""From whom each rank gets each box that it needs: a trainer rank that holds it, or an inference rank that passes it
-on.
+"""Routes of the boxes that ranks need: from a trainer rank that holds a box, or an inference rank that passes it on.
 
-Same-host holders first, loads level (`sources`), relays where the cost model of a topology finds them faster
-(`relays`).
+Holders on the same host come first (`locality`), and loads are level (`holders`). Relays are used where the cost model
+of a topology finds them faster (`relay_trees`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ _WORTH = 0.999
 class Needs:
     """Boxes that ranks of instances have to receive, n of them, ordered by instance.
 
-    `cell` the trainer's cell, `column` the number of the host that it goes to in the Reach, `instance`, `rank` and
-    `region` where on it, `offset` and `size` (n, D), `dtype` code and `itemsize` in which it travels.
+    `cell` is the trainer's cell, `column` the number that the Reach gives the receiver's host. `instance`, `rank` and
+    `region` are the receiver's, `offset` and `size` (n, D) the box. It travels in the dtype of code `dtype`, whose
+    elements have `itemsize` bytes.
     """
 
     cell: IntArray
@@ -65,8 +65,10 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What relays are weighed by: links and hosts, and `copied` (ranks of the pair,) the bytes that each rank copies in
-    its memory whoever sends to it."""
+    """Links and hosts by which relays are weighed.
+
+    `copied` (ranks of the pair,) are the bytes that each rank copies in its memory, whoever sends to it.
+    """
 
     topology: Topology
     hosts: Hosts
@@ -81,9 +83,11 @@ def route(
     machine: Machine | None = None,
     direct: IntArray | None = None,
 ) -> Routes:
-    """Chooses among the holders in reach. `world` counts trainer ranks. Relays need a machine; they have to be faster
-    than `direct`, the plan without relays: for each need the entry of `Sources.rank` that sends it whole, or None where
-    it is the one made here."""
+    """Chooses among the holders in reach, and relays where they are faster. `world` counts trainer ranks.
+
+    Relays need a `machine`, and have to be faster than the plan without relays. That plan is `direct`, for each need
+    the entry of `Sources.rank` that sends it whole. Without `direct` it is made here.
+    """
     router = _Router(sources, reach, needs, world)
     if machine is None:
         return router.routes(np.full(needs.cell.shape[0], DIRECT, dtype=np.int64))
@@ -100,19 +104,19 @@ class _Router:
         n, hosts, latency = self._needs, machine.hosts, machine.topology.latency_us * 1e-6
         number = hosts.number(n.instance, n.rank)
         volume = n.size.prod(axis=1) * n.itemsize
-        near = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[number]
+        is_local = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[number]
         scope = np.zeros_like(n.instance) if machine.topology.between_instances else n.instance
-        groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, near)
+        groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, is_local)
         best: tuple[float, Routes] | None = None
         if direct is not None:
             routes = self._whole(direct)
             best = self._seconds(routes, machine) + latency, routes
-        tried: list[IntArray] = []
+        parents: list[IntArray] = []
         for inside, between in SHAPES:
             parent = groups.parents(inside, between)
-            if any(np.array_equal(parent, other) for other in tried):
+            if any(np.array_equal(parent, previous) for previous in parents):
                 continue
-            tried.append(parent)
+            parents.append(parent)
             routes = self.routes(parent)
             seconds = self._seconds(routes, machine) + int(depths(parent).max(initial=0)) * latency
             if best is None or seconds < _WORTH * best[0]:
@@ -130,7 +134,7 @@ class _Router:
         return float(link_seconds(machine.topology, hosts, loads).max(initial=0.0))
 
     def _whole(self, entry: IntArray) -> Routes:
-        """Sends of all needs as they are."""
+        """Sends of all needs whole, from `entry` (needs,) of `Sources.rank`."""
         n = self._needs
         count = entry.shape[0]
         kind, instance = np.full(count, Kind.SEND, dtype=np.int64), np.full(count, TRAINER, dtype=np.int64)
@@ -140,25 +144,25 @@ class _Router:
     def routes(self, parent: IntArray) -> Routes:
         """Sends of the items without a parent, relays of the others."""
         n = self._needs
-        sent, passed = np.flatnonzero(parent == DIRECT), np.flatnonzero(parent != DIRECT)
-        boxes = (np.take(n.offset, sent, axis=0), np.take(n.size, sent, axis=0))
-        dealt = deal_boxes(self._pools, self._pool[sent], boxes, n.itemsize[sent], self._world)
-        need = sent[dealt.item]
-        entry = self._reach.entry(n.cell[need], n.column[need], dealt.choice)
+        send_items, relay_items = np.flatnonzero(parent == DIRECT), np.flatnonzero(parent != DIRECT)
+        boxes = (np.take(n.offset, send_items, axis=0), np.take(n.size, send_items, axis=0))
+        send_boxes = deal_boxes(self._pools, self._pool[send_items], boxes, n.itemsize[send_items], self._world)
+        need = send_items[send_boxes.item]
+        entry = self._reach.entry(n.cell[need], n.column[need], send_boxes.choice)
         rank, region = self._sources.rank[entry], self._sources.region[entry]
-        if not passed.size:
+        if not relay_items.size:
             count = need.shape[0]
             kind = np.full(count, Kind.SEND, dtype=np.int64)
-            return Routes(need, kind, np.full(count, TRAINER), rank, region, dealt.offset, dealt.size)
-        above = parent[passed]
-        made = Routes(
-            np.concatenate([need, passed]),
-            np.repeat(np.array([Kind.SEND, Kind.RELAY], dtype=np.int64), [need.shape[0], passed.shape[0]]),
-            np.concatenate([np.full(need.shape[0], TRAINER), n.instance[above]]),
-            np.concatenate([rank, n.rank[above]]),
-            np.concatenate([region, n.region[above]]),
-            np.concatenate([dealt.offset, np.take(n.offset, passed, axis=0)]),
-            np.concatenate([dealt.size, np.take(n.size, passed, axis=0)]),
+            return Routes(need, kind, np.full(count, TRAINER), rank, region, send_boxes.offset, send_boxes.size)
+        giver = parent[relay_items]
+        routes = Routes(
+            np.concatenate([need, relay_items]),
+            np.repeat(np.array([Kind.SEND, Kind.RELAY], dtype=np.int64), [need.shape[0], relay_items.shape[0]]),
+            np.concatenate([np.full(need.shape[0], TRAINER), n.instance[giver]]),
+            np.concatenate([rank, n.rank[giver]]),
+            np.concatenate([region, n.region[giver]]),
+            np.concatenate([send_boxes.offset, np.take(n.offset, relay_items, axis=0)]),
+            np.concatenate([send_boxes.size, np.take(n.size, relay_items, axis=0)]),
         )
-        order = np.argsort(made.need, kind="stable")
-        return Routes(*(np.take(getattr(made, name), order, axis=0) for name in Routes.__slots__))
+        order = np.argsort(routes.need, kind="stable")
+        return Routes(*(np.take(getattr(routes, name), order, axis=0) for name in Routes.__slots__))

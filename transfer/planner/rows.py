@@ -1,4 +1,4 @@
-"""Rows of a plan, from what an instance receives (`binding`) and where it comes from."""
+"""Rows of a plan, from what an instance receives (`receives`) and where it comes from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["direct_rows", "routed_rows"]
 
 
 def direct_rows(index: int, side: JoinedRanks, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
-    """What an instance receives whole, from the holders `entry` (sends,) of `Sources.rank`, and copies."""
+    """Rows of an instance that receives whole boxes, from entries `entry` (sends,) of `Sources.rank`, with copies."""
     rows = _rows(index, side, receives)
     rows.src_instance[receives.sends] = TRAINER
     rows.src_rank[receives.sends], rows.src_region[receives.sends] = sources.rank[entry], sources.region[entry]
@@ -25,12 +25,12 @@ def direct_rows(index: int, side: JoinedRanks, receives: Receives, sources: Sour
 
 
 def routed_rows(index: int, side: JoinedRanks, receives: Receives, routes: Routes, first: int) -> Operations:
-    """What an instance receives, whole or in parts, from trainer ranks or passed on, and copies.
+    """Rows of an instance that receives boxes, whole or in parts, from trainer ranks or relays, with copies.
 
     The instance's sends are the needs from `first` on.
     """
     rows = _rows(index, side, receives)
-    sent = replace(
+    arrivals = replace(
         rows.take(receives.sends[routes.need - first]),
         kind=routes.kind,
         src_instance=routes.src_instance,
@@ -39,12 +39,12 @@ def routed_rows(index: int, side: JoinedRanks, receives: Receives, routes: Route
         offset=routes.offset,
         size=routes.size,
     )
-    made = join_rows(Operations, [sent, rows.take(receives.kind == Kind.COPY)])
-    return made.take(plan_order(made.dst_rank, made.kind, made.tensor, made.offset, made.dst_region))
+    o = join_rows(Operations, [arrivals, rows.take(receives.kind == Kind.COPY)])
+    return o.take(plan_order(o.dst_rank, o.kind, o.tensor, o.offset, o.dst_region))
 
 
 def _rows(index: int, side: JoinedRanks, receives: Receives) -> Operations:
-    """All rows, with the rank that they write as their source."""
+    """All rows of an instance, with the rank that they write as their source."""
     dst_rank = side.rank[receives.row]
     instance = np.full(dst_rank.shape[0], index, dtype=np.int64)
     return Operations(

@@ -1,9 +1,8 @@
-"""Which links a cluster has, which ranks share a host, and how long bytes take: the cost model of relays and of
-`weightcast plan --simulate`.
+"""Links of a cluster, hosts of ranks, and times of bytes: the cost model of relays and `weightcast plan --simulate`.
 
-Bytes between two ranks of one host go over NVLink, others leave by the NIC of one rank and arrive by that of another.
-All links work at once and in both directions, everything overlaps, so a rank takes as long as its busiest link, and an
-update as long as its busiest rank, plus a latency for every hop of the longest chain of relays.
+Bytes between two ranks of one host go over NVLink. Others leave by the NIC of one rank and arrive by that of another.
+All links work at once and in both directions, and everything overlaps. So a rank takes as long as its busiest link. An
+update takes as long as its busiest rank, plus a latency for every hop of the longest chain of relays.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _MOST_RANKS = 1 << 20
 
 
 class Link(IntEnum):
-    """What a rank has, in the order of the rows of `link_bytes`."""
+    """Links of a rank, in the order of the rows of `link_bytes`."""
 
     NIC_OUT = 0
     NIC_IN = 1
@@ -49,7 +48,7 @@ class Topology:
     """Speeds of links, in gigabits (10^9 bits) a second, each way; memory reads and writes share theirs.
 
     A NIC belongs to a rank, or with `nic_per_host` to a host, whose ranks share it. `ranks_per_host` says how ranks are
-    packed on hosts where the layouts name none; with `colocated` the trainer's ranks and the instances' fill the same
+    packed on hosts where the layouts name none. With `colocated` the trainer's ranks and the instances' fill the same
     hosts. `latency_us` is added for each hop. `between_instances` allows relays from one instance to another.
     """
 
@@ -76,36 +75,38 @@ class Topology:
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> Topology:
-        """From fields by name. Raises LayoutError for names there are none of, wrong types and values."""
-        known = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
+        """Makes a topology from fields by name. Raises LayoutError for unknown names, wrong types and wrong values."""
+        field_types = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
         for key, value in values.items():
-            if key not in known:
-                raise LayoutError(f"topology: key {key!r:.80} is not known; known are {', '.join(known)}")
-            if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
-                expected = " or ".join(t.__name__ for t in known[key])
-                _refuse(key, value, expected)
+            if key not in field_types:
+                raise LayoutError(f"topology: key {key!r:.80} is not known; known are {', '.join(field_types)}")
+            if not isinstance(value, field_types[key]) or (isinstance(value, bool) and bool not in field_types[key]):
+                type_names = " or ".join(t.__name__ for t in field_types[key])
+                _refuse(key, value, type_names)
         if "nic_gbps" not in values:
             raise LayoutError("topology: 'nic_gbps' is missing")
         return cls(**values)
 
     @property
     def document(self) -> dict[str, float | None]:
-        """The fields that are not as they are by default, for JSON."""
+        """The fields that differ from their defaults, for JSON."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
 
 def _refuse(name: str, value: object, expected: str) -> NoReturn:
     # Python refuses to write out integers of thousands of digits, which TOML can have in hexadecimal.
-    shown = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
-    raise LayoutError(f"topology: {name} is {shown}, expected {expected}")
+    text = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
+    raise LayoutError(f"topology: {name} is {text}, expected {expected}")
 
 
 _TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
 
 
 def read_topology(data: bytes) -> Topology:
-    """Decodes a topology: JSON if it begins with a brace, else TOML; its keys are the fields of Topology. Raises
-    LayoutError."""
+    """Decodes a topology, JSON if it begins with a brace, else TOML. Raises LayoutError.
+
+    Its keys are the fields of Topology.
+    """
     try:
         text = data.decode()
         json_text = text.lstrip()[:1] == "{"
@@ -129,7 +130,7 @@ class Hosts:
 
     @classmethod
     def by_name(cls, trainer: Sequence[str], instances: Sequence[Sequence[str]]) -> Hosts:
-        """From host names by rank; a rank whose name is empty is alone on a host."""
+        """Makes hosts from host names by rank; a rank whose name is empty is alone on a host."""
         numbers: dict[str, int] = {}
         sides = [trainer, *instances]
         names = [name for side in sides for name in side]
@@ -138,24 +139,27 @@ class Hosts:
 
     @classmethod
     def packed(cls, worlds: Sequence[int], ranks_per_host: int, *, colocated: bool = False) -> Hosts:
-        """`worlds` are the ranks of the trainer and of each instance. The trainer fills hosts of its own, or with
-        `colocated` those of the instances; the instances' ranks follow one another."""
+        """Fills hosts with `ranks_per_host` ranks each. `worlds` are the ranks of the trainer and of each instance.
+
+        The trainer fills hosts of its own, or with `colocated` those of the instances. The instances' ranks follow one
+        another.
+        """
         trainer, ranks = worlds[0], sum(worlds[1:])
-        own = np.arange(trainer, dtype=np.int64) // ranks_per_host
+        hosts = np.arange(trainer, dtype=np.int64) // ranks_per_host
         shift = 0 if colocated else -(-trainer // ranks_per_host)
-        return cls(np.concatenate([own, np.arange(ranks, dtype=np.int64) // ranks_per_host + shift]), _first(worlds))
+        return cls(np.concatenate([hosts, np.arange(ranks, dtype=np.int64) // ranks_per_host + shift]), _first(worlds))
 
     @classmethod
     def of(
         cls, trainer: Sequence[str], instances: Sequence[Sequence[str]], topology: Topology | None = None
     ) -> Hosts | None:
-        """By name where the layouts name any, else as the topology packs ranks; None without either."""
-        named = [trainer, *instances]
-        if any(name for side in named for name in side):
+        """Makes hosts by name where the layouts name any, else as the topology packs ranks; None without either."""
+        sides = [trainer, *instances]
+        if any(name for side in sides for name in side):
             return cls.by_name(trainer, instances)
         if topology is None:
             return None
-        return cls.packed([len(side) for side in named], topology.ranks_per_host or 1, colocated=topology.colocated)
+        return cls.packed([len(side) for side in sides], topology.ranks_per_host or 1, colocated=topology.colocated)
 
     def __len__(self) -> int:
         return int(self.host.shape[0])
@@ -182,27 +186,27 @@ def link_bytes(hosts: Hosts, source: IntArray, target: IntArray, nbytes: IntArra
 
     A flow from a rank to itself is a copy, which reads and writes its memory.
     """
-    near = hosts.host[source] == hosts.host[target]
-    copied = source == target
+    local = hosts.host[source] == hosts.host[target]
+    copies = source == target
     loads = np.zeros((len(Link), len(hosts)))
 
     def count(rank: IntArray, some: np.ndarray) -> FloatArray:
         return np.bincount(rank[some], weights=nbytes[some], minlength=len(hosts)).astype(np.float64)
 
-    loads[Link.NIC_OUT], loads[Link.NIC_IN] = count(source, ~near), count(target, ~near)
-    loads[Link.NVLINK_OUT], loads[Link.NVLINK_IN] = count(source, near & ~copied), count(target, near & ~copied)
-    loads[Link.MEMORY] = loads[:4].sum(axis=0) + 2 * count(source, copied)
+    loads[Link.NIC_OUT], loads[Link.NIC_IN] = count(source, ~local), count(target, ~local)
+    loads[Link.NVLINK_OUT], loads[Link.NVLINK_IN] = count(source, local & ~copies), count(target, local & ~copies)
+    loads[Link.MEMORY] = loads[:4].sum(axis=0) + 2 * count(source, copies)
     return loads
 
 
 def link_seconds(topology: Topology, hosts: Hosts, loads: FloatArray) -> FloatArray:
-    """(5, ranks) how long each link is busy."""
-    used = loads
+    """(5, ranks) seconds for which each link of each rank is busy."""
+    totals = loads
     if topology.nic_per_host:
-        used = loads.copy()
+        totals = loads.copy()
         _, host = np.unique(hosts.host, return_inverse=True)
         for link in (Link.NIC_OUT, Link.NIC_IN):
-            used[link] = np.bincount(host, weights=loads[link])[host]
+            totals[link] = np.bincount(host, weights=loads[link])[host]
     speed = np.array([topology.nic_gbps] * 2 + [topology.nvlink_gbps] * 2 + [topology.memory_gbps])
-    seconds: FloatArray = used * 8e-9 / speed[:, None]
+    seconds: FloatArray = totals * 8e-9 / speed[:, None]
     return seconds

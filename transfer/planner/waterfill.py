@@ -1,9 +1,9 @@
 """The lowest level to which the loads of ranks can rise: bytes shared out among sets of ranks, in fractions.
 
 A pool is a set of ranks any of which can send the pool's bytes. Water-filling pool after pool gives the best possible
-maximum where pools are nested or disjoint, and comes near it elsewhere when repeated. What it reached is compared with
-a proven lower bound, and where that leaves a gap, bytes are moved along shortest paths from the ranks above the bound
-to those below it, until none is above: a maximum flow. So the result is the best possible within `SLACK`, always.
+maximum where pools are nested or disjoint. Repeated, it comes near the best elsewhere. The level reached is compared
+with a proven lower bound. Where that leaves a gap, a maximum flow closes it: bytes move along shortest paths from ranks
+above the bound to ranks below it. So the level is always the best possible within `SLACK`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["SLACK", "Pools", "Wave", "level", "water_fill", "waves"]
 
 
 SLACK = 1e-3
-"""How far above the best possible a level may stay, as a fraction of it."""
+"""Distance by which a level may stay above the best possible, as a fraction of it."""
 
 _SWEEPS = 12
 
@@ -42,7 +42,7 @@ class Pools:
 class Wave:
     """Pools without a common rank, so that all of them can be filled at once.
 
-    `edge` are their rows of `Pools.rank`, those of pool `pool[i]` are `edge[start[i]:start[i + 1]]`.
+    `edge` are their rows of `Pools.rank`; pool `pool[i]` has `edge[start[i]:start[i + 1]]`.
     """
 
     pool: IntArray
@@ -51,26 +51,28 @@ class Wave:
 
 
 def waves(pools: Pools, used: npt.NDArray[np.bool_]) -> Iterator[Wave]:
-    """The `used` pools with more than one member, those with fewer members first, in as few waves as keep that order
-    among pools that share a rank."""
+    """Waves of the `used` pools with more than one member, those with fewer members first.
+
+    The waves are as few as keep that order among pools that share a rank.
+    """
     members = np.diff(pools.start)
-    chosen = np.flatnonzero(used & (members > 1))
-    order, _ = lex_sort([members[chosen], chosen])
-    chosen = chosen[order]
-    turn = np.zeros(chosen.shape[0], dtype=np.int64)
+    candidates = np.flatnonzero(used & (members > 1))
+    order, _ = lex_sort([members[candidates], candidates])
+    candidates = candidates[order]
+    turn = np.zeros(candidates.shape[0], dtype=np.int64)
     next_turn = np.zeros(int(pools.rank.max(initial=-1)) + 1, dtype=np.int64)
-    for i, pool in enumerate(chosen.tolist()):
+    for i, pool in enumerate(candidates.tolist()):
         ranks = pools.rank[pools.start[pool] : pools.start[pool + 1]]
         turn[i] = next_turn[ranks].max()
         next_turn[ranks] = turn[i] + 1
     for number in range(int(turn.max(initial=-1)) + 1):
-        pool = chosen[turn == number]
+        pool = candidates[turn == number]
         count = members[pool]
         yield Wave(pool, np.append(0, np.cumsum(count)), ranges(pools.start[pool], count))
 
 
 def water_fill(budget: FloatArray, start: IntArray, load: FloatArray) -> FloatArray:
-    """How much each vessel takes of its group's budget when their loads rise to one level in every group.
+    """(e,) amounts that vessels take of their group's budget when loads rise to one level in every group.
 
     Group i has `budget[i]` and the vessels `start[i]..start[i + 1] - 1`, at least one, of `load` (e,).
     """
@@ -79,26 +81,27 @@ def water_fill(budget: FloatArray, start: IntArray, load: FloatArray) -> FloatAr
     order = np.lexsort((load, group))
     sorted_load = load[order]
     total = np.cumsum(sorted_load)
-    before = np.where(start[:-1] > 0, total[start[:-1] - 1], 0.0)
-    place = np.arange(load.shape[0]) - start[group] + 1
-    # The level if exactly the `place` lowest vessels of the group take something; true for the last that it exceeds.
-    levels = (budget[group] + total - before[group]) / place
-    last = np.maximum.reduceat(np.where(levels > sorted_load, place, 1), start[:-1])
+    start_total = np.where(start[:-1] > 0, total[start[:-1] - 1], 0.0)
+    position = np.arange(load.shape[0]) - start[group] + 1
+    # The level if exactly the `position` lowest vessels of the group take something. It is true for the last vessel
+    # that it exceeds.
+    levels = (budget[group] + total - start_total[group]) / position
+    last = np.maximum.reduceat(np.where(levels > sorted_load, position, 1), start[:-1])
     height = levels[start[:-1] + last - 1]
-    taken: FloatArray = np.maximum(height[group] - load, 0.0)
-    return taken
+    amounts: FloatArray = np.maximum(height[group] - load, 0.0)
+    return amounts
 
 
 def level(pools: Pools, weight: FloatArray, world: int, fixed: FloatArray | None = None) -> tuple[FloatArray, float]:
     """Shares `weight` (pools,) of each pool out among its members such that the busiest rank has as little as possible.
 
-    `fixed` (world,) is what ranks have anyway. Gives what each row of `pools.rank` takes, and a lower bound of the
-    busiest rank's load that no other way of sharing can go below.
+    `fixed` (world,) is what ranks have anyway. Returns what each row of `pools.rank` takes, and a lower bound of the
+    busiest rank's load, for any way of sharing.
     """
     members = np.diff(pools.start)
-    alone = np.flatnonzero(members == 1)
+    lone_pools = np.flatnonzero(members == 1)
     share = np.zeros(pools.rank.shape[0])
-    share[pools.start[alone]] = weight[alone]
+    share[pools.start[lone_pools]] = weight[lone_pools]
     base = np.zeros(world) if fixed is None else fixed.astype(np.float64)
     load = base + np.bincount(pools.rank, weights=share, minlength=world)
     if not load.size:
@@ -109,9 +112,9 @@ def level(pools: Pools, weight: FloatArray, world: int, fixed: FloatArray | None
         for wave in order:
             ranks = pools.rank[wave.edge]
             load[ranks] -= share[wave.edge]
-            taken = water_fill(weight[wave.pool], wave.start, load[ranks])
-            share[wave.edge] = taken
-            load[ranks] += taken
+            amounts = water_fill(weight[wave.pool], wave.start, load[ranks])
+            share[wave.edge] = amounts
+            load[ranks] += amounts
         bound = max(bound, _bound(pools, weight, load, base))
         if load.max() <= bound * (1 + SLACK):
             return share, bound
@@ -119,17 +122,17 @@ def level(pools: Pools, weight: FloatArray, world: int, fixed: FloatArray | None
 
 
 def _bound(pools: Pools, weight: FloatArray, load: FloatArray, base: FloatArray) -> float:
-    """The best of some lower bounds: for the set of ranks above a level, what only they can send, by head."""
+    """The best of some lower bounds: what only the ranks above a level can send, divided by the number of ranks."""
     by_load = np.argsort(-load, kind="stable")
     lowest = np.minimum.reduceat(load[pools.rank], pools.start[:-1])
     by_pool = np.argsort(-lowest, kind="stable")
-    only = np.append(0.0, np.cumsum(weight[by_pool]))
-    own = np.append(0.0, np.cumsum(base[by_load]))
+    pool_sum = np.append(0.0, np.cumsum(weight[by_pool]))
+    base_sum = np.append(0.0, np.cumsum(base[by_load]))
     # A little below each load, so that ranks at one level but for rounding fall into one set.
     heights = load[by_load] * (1 - SLACK / 2)
     heads = np.searchsorted(-load[by_load], -heights, side="right")
-    inside = np.searchsorted(-lowest[by_pool], -heights, side="right")
-    return float(((own[heads] + only[inside]) / heads).max())
+    pools_inside = np.searchsorted(-lowest[by_pool], -heights, side="right")
+    return float(((base_sum[heads] + pool_sum[pools_inside]) / heads).max())
 
 
 class _Flow:
@@ -145,47 +148,52 @@ class _Flow:
                 self._of_rank[self._rank[edge]].append((edge, pool))
 
     def settle(self, bound: float) -> tuple[FloatArray, float]:
-        """Until no rank is above the bound; where nothing can be moved away from some ranks, their mean is the
-        bound."""
+        """Moves bytes until no rank is above the bound. Returns the shares and the bound.
+
+        Where nothing can be moved away from some ranks, their mean load is the bound.
+        """
         while True:
             limit = bound * (1 + SLACK / 2)
-            over = [rank for rank, load in enumerate(self._load) if load > limit]
-            if not over:
+            heavy_ranks = [rank for rank, load in enumerate(self._load) if load > limit]
+            if not heavy_ranks:
                 return np.array(self._share), bound
-            reached = self._relieve(over, limit)
-            if reached is not None:
-                bound = sum(self._load[rank] for rank in reached) / len(reached)
+            ranks = self._relieve(heavy_ranks, limit)
+            if ranks is not None:
+                bound = sum(self._load[rank] for rank in ranks) / len(ranks)
 
     def _relieve(self, over: list[int], limit: float) -> set[int] | None:
-        """Moves bytes along one shortest path from ranks above the limit to one below; else all that they reach."""
-        came: dict[int, tuple[int, int, int]] = {}
-        seen, queue, visited = set(over), deque(over), set[int]()
+        """Moves bytes along a shortest path from a rank above the limit to one below.
+
+        Without such a path it returns all ranks that the ranks `over` reach.
+        """
+        steps: dict[int, tuple[int, int, int]] = {}
+        reached_ranks, queue, visited_pools = set(over), deque(over), set[int]()
         while queue:
             rank = queue.popleft()
             for edge, pool in self._of_rank[rank]:
-                if pool in visited or self._share[edge] <= 0:
+                if pool in visited_pools or self._share[edge] <= 0:
                     continue
-                visited.add(pool)
-                for other in self._edges[pool]:
-                    to = self._rank[other]
-                    if to in seen:
+                visited_pools.add(pool)
+                for target_edge in self._edges[pool]:
+                    target = self._rank[target_edge]
+                    if target in reached_ranks:
                         continue
-                    seen.add(to)
-                    came[to] = (rank, edge, other)
-                    if self._load[to] < limit * (1 - 1e-12):
-                        self._push(to, came, limit)
+                    reached_ranks.add(target)
+                    steps[target] = (rank, edge, target_edge)
+                    if self._load[target] < limit * (1 - 1e-12):
+                        self._push(target, steps, limit)
                         return None
-                    queue.append(to)
-        return seen
+                    queue.append(target)
+        return reached_ranks
 
     def _push(self, end: int, came: dict[int, tuple[int, int, int]], limit: float) -> None:
         path, rank = [], end
         while rank in came:
-            rank, edge, other = came[rank]
-            path.append((edge, other))
+            rank, edge, target_edge = came[rank]
+            path.append((edge, target_edge))
         amount = min(limit - self._load[end], self._load[rank] - limit, *(self._share[edge] for edge, _ in path))
-        for edge, other in path:
+        for edge, target_edge in path:
             self._share[edge] -= amount
-            self._share[other] += amount
+            self._share[target_edge] += amount
         self._load[rank] -= amount
         self._load[end] += amount

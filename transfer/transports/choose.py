@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "join_group"]
 
 BACKENDS = ("tcp", "gloo", "nccl")
-"""Between CPUs by sockets of our own or torch's; between GPUs."""
+"""Sockets of our own between CPUs, torch's between CPUs, and NCCL between GPUs."""
 
 
 def join_group(

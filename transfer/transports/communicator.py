@@ -1,4 +1,4 @@
-"""What the executor asks of a transport."""
+"""The interface between the executor and a transport."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Exchange(Protocol):
     """Messages under way."""
 
     def wait(self, deadline: Deadline) -> None:
-        """Returns when what was sent may be overwritten and what was received may be read.
+        """Waits until what was sent may be overwritten and what was received may be read.
 
-        On a GPU "may" is in the order of the current stream. Raises DeadlineError naming the peers that are missing
-        and the bytes left, TransferError naming the peer whose connection failed; the communicator is of no use after
+        On a GPU "may" is in the order of the current stream. Raises DeadlineError naming the peers that are missing and
+        the bytes left, TransferError naming the peer whose connection failed. The communicator is of no use after
         either.
         """
         ...
@@ -36,27 +36,27 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This member's number."""
+        """Number of this member, its group rank."""
         ...
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Number of members of the group."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where messages must lie."""
+        """Device that messages must lie on."""
         ...
 
     @property
     def scatters(self) -> bool:
-        """Whether messages may be Spans."""
+        """True if messages may be Spans."""
         ...
 
     @property
     def buffers(self) -> bool:
-        """Whether what is sent may be through before the peer has asked for it."""
+        """True if a send may be through before the peer has asked for it."""
         ...
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:

@@ -1,7 +1,7 @@
 """Messages that lie in many places, and sockets that send and fill them as they lie.
 
 The kernel copies between a socket and a list of addresses in one call, so that small regions travel like large ones:
-nothing is packed before and nothing unpacked behind. The list stays a table of numbers; a Python object for each region
+nothing is packed first and nothing unpacked later. The list stays a table of numbers; a Python object for each region
 would cost more than copying it.
 """
 
@@ -22,15 +22,15 @@ __all__ = ["Cursor", "Spans"]
 _MOST_ROWS = 1024
 """Places that Linux takes in one call (UIO_MAXIOV)."""
 _CALL_BYTES = 4 << 20
-"""One call names places of about so many bytes: more than a socket takes or gives at once."""
+"""About the bytes of the places that one call names: more than a socket takes or gives at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
     """n runs of this process's CPU memory which together are one message, in this order.
 
-    `rows` (n, 2) uint64 are addresses and bytes, as the kernel reads them (struct iovec); `ends` (n,) the bytes up to
-    and with each. The memory is kept alive by whoever made them.
+    `rows` (n, 2) uint64 are addresses and bytes, as the kernel reads them (struct iovec). `ends` (n,) are the bytes up
+    to and with each run. The maker keeps the memory alive.
     """
 
     rows: npt.NDArray[np.uint64]
@@ -38,23 +38,23 @@ class Spans:
 
     @classmethod
     def of(cls, address: IntArray, nbytes: IntArray) -> Spans:
-        """From (n,) addresses and lengths. Runs that continue the one before become one, empty ones none."""
-        some = nbytes > 0
-        address, nbytes = address[some], nbytes[some]
-        opens = np.ones(len(address), dtype=bool)
-        opens[1:] = address[1:] != (address + nbytes)[:-1]
-        ends = np.cumsum(nbytes)[np.append(opens[1:], True)] if len(address) else nbytes
-        rows = np.stack([address[opens], np.diff(ends, prepend=0)], axis=1)
+        """Spans of (n,) addresses and bytes. Runs that continue the one before are joined to it, empty ones dropped."""
+        mask = nbytes > 0
+        address, nbytes = address[mask], nbytes[mask]
+        heads = np.ones(len(address), dtype=bool)
+        heads[1:] = address[1:] != (address + nbytes)[:-1]
+        ends = np.cumsum(nbytes)[np.append(heads[1:], True)] if len(address) else nbytes
+        rows = np.stack([address[heads], np.diff(ends, prepend=0)], axis=1)
         return cls(np.ascontiguousarray(rows.astype(np.uint64)), ends)
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor) -> Spans:
-        """A contiguous tensor."""
+        """Spans of a contiguous tensor, one run."""
         return cls.of(np.array([tensor.data_ptr()]), np.array([tensor.nbytes]))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message."""
+        """Number of bytes of the message."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
 
@@ -82,7 +82,7 @@ _DONTWAIT, _NOSIGNAL = 0x40, 0x4000
 
 
 class Cursor:
-    """How far one message is through a socket: a header, then its spans. `header` has to be kept by the caller."""
+    """The progress of one message through a socket: a header, then its spans. The caller has to keep `header`."""
 
     def __init__(self, header: npt.NDArray[np.uint64], spans: Spans) -> None:
         first = np.array([[header.ctypes.data, header.nbytes]], dtype=np.uint64)
@@ -94,12 +94,12 @@ class Cursor:
 
     @property
     def due(self) -> int:
-        """Bytes that are yet to go through."""
+        """Bytes of header and message that are yet to go through."""
         return self._total - self.done
 
     @property
     def left(self) -> int:
-        """Those of them that are of the message."""
+        """Bytes of the message that are yet to go through."""
         return min(self.due, self._body)
 
     def send(self, connection: int) -> None:
@@ -114,13 +114,13 @@ class Cursor:
         first = int(np.searchsorted(self._ends, self.done, side="right"))
         last = int(np.searchsorted(self._ends, self.done + _CALL_BYTES)) + 1
         rows = self._rows[first : min(last, first + _MOST_ROWS)].copy()
-        inside = self.done - (int(self._ends[first - 1]) if first else 0)
-        rows[0, 0] += np.uint64(inside)
-        rows[0, 1] -= np.uint64(inside)
+        skip = self.done - (int(self._ends[first - 1]) if first else 0)
+        rows[0, 0] += np.uint64(skip)
+        rows[0, 1] -= np.uint64(skip)
         vectors = _Vectors(rows=rows.ctypes.data, count=len(rows))
-        moved = int(call(connection, ctypes.byref(vectors), flags | _DONTWAIT))
-        if moved < 0:
+        nbytes = int(call(connection, ctypes.byref(vectors), flags | _DONTWAIT))
+        if nbytes < 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        self.done += moved
-        return moved
+        self.done += nbytes
+        return nbytes

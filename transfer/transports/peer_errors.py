@@ -1,4 +1,4 @@
-"""What the errors of a group say: who misses what from whom."""
+"""Errors of a group: they name who misses what from whom."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class Naming:
 
     @property
     def me(self) -> str:
-        """This member."""
+        """Label of this member, for messages."""
         return self.labels[self.rank]
 
     def closed(self) -> TransferError:
-        """Somebody posts to a group that was left."""
+        """The error of a post to a group that was left."""
         return TransferError(f"{self.group}: the group of {self.me} was closed; connect again")
 
     def aborted(self) -> TransferError:
-        """This member gave the group up while somebody waited."""
+        """The error of a wait in a group that this member gave up."""
         return TransferError(f"{self.group}: the group of {self.me} was aborted")
 
     def lost(self, left: Iterable[Left], cause: object) -> TransferError:
-        """Connections failed."""
+        """The error of failed connections, with peers, bytes left and cause."""
         return TransferError(f"{self.group}: {self.me} lost its connection to {self._each(left)}: {one_line(cause)}")
 
     def late(self, left: Iterable[Left], deadline: Deadline) -> DeadlineError:
-        """Time is over."""
+        """The error of a wait whose time is over."""
         return DeadlineError(
             f"{self.group}: {self.me} waited {deadline.seconds:g} s and still misses {self._each(left)}"
         )
 
     def _each(self, left: Iterable[Left]) -> str:
-        """trainer rank 0 (4096 bytes to receive), rollout-0 rank 1 (8 bytes to send)"""
-        found: dict[tuple[int, str], int] = {}
+        """Peers and bytes: "trainer rank 0 (4096 bytes to receive), rollout-0 rank 1 (8 bytes to send)"."""
+        totals: dict[tuple[int, str], int] = {}
         for peer, direction, nbytes in left:
-            found[peer, direction] = found.get((peer, direction), 0) + nbytes
-        return ", ".join(f"{self.labels[peer]} ({n} bytes to {direction})" for (peer, direction), n in found.items())
+            totals[peer, direction] = totals.get((peer, direction), 0) + nbytes
+        return ", ".join(f"{self.labels[peer]} ({n} bytes to {direction})" for (peer, direction), n in totals.items())

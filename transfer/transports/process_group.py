@@ -1,7 +1,7 @@
 """Communicators over torch.distributed: Gloo between CPUs, NCCL between GPUs.
 
-A group is built from the backend's own class on a store of ours. The default process group is neither used nor needed,
-so a group lives beside whatever the trainer or the engine has set up, and comes and goes without them.
+A group is built from the backend's own class on a store of ours. The default process group is neither used nor needed.
+So a group lives beside all that the trainer or the engine has set up, and comes and goes without them.
 
     group = TorchGroup.join(store, rank=rank, labels=labels, name="rollout-0", deadline=deadline)
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchGroup"]
 
-# What we need of it is exported at run time, but not declared.
+# The names needed of it are exported at run time, but not declared.
 _distributed: Any = torch.distributed
 
 _NEVER = timedelta(days=30)
@@ -78,26 +78,27 @@ class TorchGroup:
         CUDA device. `interface` is a network interface or an address of this host for Gloo; when empty, Gloo's own
         choice (GLOO_SOCKET_IFNAME or the host's name). Raises DeadlineError naming who did not come.
         """
-        scoped = _distributed.PrefixStore(f"weightcast/{name}", store)
-        meet(scoped, rank, labels, name, backend, deadline)
+        prefix_store = _distributed.PrefixStore(f"weightcast/{name}", store)
+        meet(prefix_store, rank, labels, name, backend, deadline)
         try:
             if backend == "gloo":
                 device = device or torch.device("cpu")
-                made = _gloo(_distributed.PrefixStore("gloo", scoped), rank, len(labels), deadline, interface)
+                process_group = _gloo(
+                    _distributed.PrefixStore("gloo", prefix_store), rank, len(labels), deadline, interface
+                )
             elif backend == "nccl":
                 device = device or torch.device("cuda", torch.cuda.current_device())
-                made = _nccl(_distributed.PrefixStore("nccl", scoped), rank, len(labels))
+                process_group = _nccl(_distributed.PrefixStore("nccl", prefix_store), rank, len(labels))
             else:
                 raise TransferError(f"{name}: backend {backend!r} is not known; known are gloo and nccl")
         except RuntimeError as error:
             raise TransferError(f"{name}: {labels[rank]} cannot connect over {backend}: {one_line(error)}") from error
-        group = cls(made, rank, labels, name, device)
+        group = cls(process_group, rank, labels, name, device)
         if device.type == "cuda":
             group._connect_all(deadline)
         return group
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """See Communicator.post."""
         if not self._usable:
             raise self._naming.closed()
         legs = [_Leg(peer, "send", self._whole(message)) for peer, message in sends]
@@ -107,8 +108,7 @@ class TorchGroup:
         return _WaitedExchange(self, legs, [self._start(leg) for leg in legs])
 
     def abort(self) -> None:
-        """See Communicator.abort."""
-        with self._aborting:  # who aborts a second time finds it done
+        with self._aborting:  # a second abort finds it done
             backend, self._backend, self._usable = self._backend, None, False
             try:
                 if backend is not None and self.size > 1:
@@ -120,16 +120,15 @@ class TorchGroup:
         if self.device.type == "cuda":
             backend.abort()
             return
-        # Gloo has no abort (torch 2.13). A wait that times out closes every connection of its group, which serves; one
-        # on a connection that is lost fails without that. What stays open would go on writing into memory.
-        nothing = torch.empty(1, dtype=torch.uint8)
+        # Gloo has no abort (torch 2.13). Instead, a wait that times out closes every connection of its group. A wait on
+        # a lost connection fails without that. A connection that stays open would go on writing into memory.
+        probe = torch.empty(1, dtype=torch.uint8)
         for peer in range(self.size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    backend.recv([nothing], peer, 1).wait(_PROBE)
+                    backend.recv([probe], peer, 1).wait(_PROBE)
 
     def close(self) -> None:
-        """See Communicator.close."""
         if self._backend is not None and self.device.type == "cuda":
             self._backend.shutdown()
         self._backend, self._usable = None, False
@@ -151,7 +150,7 @@ class TorchGroup:
             raise self._lost([leg], error) from error
 
     def _start_together(self, legs: Sequence[_Leg]) -> Any:
-        """One NCCL group call, so that the order of sends and receives inside does not matter."""
+        """Starts legs in one NCCL group call, so that the order of sends and receives inside does not matter."""
         with torch.cuda.device(self.device):
             self._backend._start_coalescing()
             for leg in legs:
@@ -159,12 +158,12 @@ class TorchGroup:
             return self._backend._end_coalescing()
 
     def _connect_all(self, deadline: Deadline) -> None:
-        """NCCL makes its communicator at the first collective, which all members have to take part in."""
+        """Runs one collective of all members, at which NCCL makes its communicator."""
         with torch.cuda.device(self.device):
             token = torch.zeros(1, device=self.device)
             work = self._backend.allreduce([token])
-        everyone = [_Leg(peer, "receive", token) for peer in range(self.size) if peer != self.rank]
-        _QueuedExchange(self, everyone, work).wait(deadline)
+        legs = [_Leg(peer, "receive", token) for peer in range(self.size) if peer != self.rank]
+        _QueuedExchange(self, legs, work).wait(deadline)
 
     def _lost(self, legs: Sequence[_Leg], cause: object) -> TransferError:
         return self._naming.lost(_left(legs), cause) if self._usable else self._naming.aborted()
@@ -188,7 +187,7 @@ def _left(legs: Sequence[_Leg]) -> list[Left]:
 
 @dataclass(frozen=True, slots=True)
 class _WaitedExchange:
-    """Gloo: a work for each message, which says that it is done only to who waits for it."""
+    """Gloo: a work for each message, which tells only its waiter that it is done."""
 
     group: TorchGroup
     legs: Sequence[_Leg]
@@ -199,19 +198,19 @@ class _WaitedExchange:
             raise self.group._lost(self.legs, "")
 
     def _wait(self, deadline: Deadline) -> None:
-        failed: list[tuple[_Leg, RuntimeError]] = []
+        failures: list[tuple[_Leg, RuntimeError]] = []
         for leg, work in zip(self.legs, self.works, strict=True):
             try:
-                # After a failure the rest are only asked whether they are done, to name all who are missing.
-                work.wait(_PROBE if failed else deadline.wait_time())
+                # After a failure the others are only asked whether they are done, to name all that are missing.
+                work.wait(_PROBE if failures else deadline.wait_time())
             except RuntimeError as error:
-                failed.append((leg, error))
-        if not failed:
+                failures.append((leg, error))
+        if not failures:
             return
-        lost = [(leg, error) for leg, error in failed if not _timed_out(error)]
-        if lost:
-            raise self.group._lost([leg for leg, _ in lost], lost[0][1]) from lost[0][1]
-        raise self.group._late([leg for leg, _ in failed], deadline) from failed[0][1]
+        losses = [(leg, error) for leg, error in failures if not _timed_out(error)]
+        if losses:
+            raise self.group._lost([leg for leg, _ in losses], losses[0][1]) from losses[0][1]
+        raise self.group._late([leg for leg, _ in failures], deadline) from failures[0][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +257,15 @@ def _nccl(store: Store, rank: int, size: int) -> Any:
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
+    saved_value = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if saved_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = saved_value
 
 
 def _is_address(text: str) -> bool:
@@ -278,6 +277,6 @@ def _is_address(text: str) -> bool:
 
 
 def _timed_out(error: RuntimeError) -> bool:
-    """Whether Gloo gave up on time, for this message or because another one did; else the connection failed."""
+    """True if Gloo gave up on time, for this message or because another one did. Else the connection failed."""
     text = str(error)
     return "Timed out" in text or "Application timeout" in text

@@ -1,9 +1,9 @@
-"""Where the members of a group meet before they are connected.
+"""The meeting of the members of a group before they are connected.
 
     store, port = open_store("10.0.0.7", deadline)        # member 0; the control plane carries host and port
     store = connect_store("10.0.0.7", port, deadline)     # everyone else
 
-The store is torch's. It serves one attempt to connect, and says who is here.
+The store is torch's. It serves one attempt to connect, and lists the members that are here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["connect_store", "listen", "meet", "one_line", "open_store"]
 
-# What we need of it is exported at run time, but not declared.
+# The names needed of it are exported at run time, but not declared.
 _distributed: Any = torch.distributed
 
 _POLL_SECONDS = 0.005
@@ -34,8 +34,8 @@ _POLL_SECONDS = 0.005
 def listen(host: str) -> socket.socket:
     """A listener on a free port of the address `host` only. Raises TransferError when it is no address of this host."""
     try:
-        family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(str(place[0]).partition("%")[0]).is_unspecified:
+        family, *_, socket_address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if ipaddress.ip_address(str(socket_address[0]).partition("%")[0]).is_unspecified:
             # The others are told to connect to it, and from another host would come to themselves.
             raise TransferError(f"cannot listen on {host!r}, which is every address; give one at which others reach it")
         return socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
@@ -77,30 +77,31 @@ def connect_store(host: str, port: int, deadline: Deadline) -> Store:
 
 
 def meet(store: Store, rank: int, labels: Sequence[str], name: str, backend: str, deadline: Deadline) -> None:
-    """Returns when every member has said in the store that it is here, and connects by the same backend."""
+    """Waits until every member has said in the store that it is here. Checks that all connect by the same backend."""
     try:
         store.set(f"here/{rank}", backend)
-        missing = list(range(len(labels)))
-        while missing:
-            missing = [member for member in missing if not store.check([f"here/{member}"])]
-            if missing and deadline.expired:
+        absentees = list(range(len(labels)))
+        while absentees:
+            absentees = [member for member in absentees if not store.check([f"here/{member}"])]
+            if absentees and deadline.expired:
                 raise DeadlineError(
                     f"{name}: {labels[rank]} waited {deadline.seconds:g} s for "
-                    f"{', '.join(labels[m] for m in missing)} to join"
+                    f"{', '.join(labels[m] for m in absentees)} to join"
                 )
-            if missing:
+            if absentees:
                 time.sleep(_POLL_SECONDS)
-        others = [(store.get(f"here/{member}").decode(), label) for member, label in enumerate(labels)]
+        backends = [(store.get(f"here/{member}").decode(), label) for member, label in enumerate(labels)]
     except RuntimeError as error:
         raise TransferError(f"{name}: {labels[rank]} lost the store of {labels[0]}: {one_line(error)}") from error
-    for other, label in others:
-        if other != backend:
+    for peer_backend, label in backends:
+        if peer_backend != backend:
             raise TransferError(
-                f"{name}: {label} connects by backend {other!r}, {labels[rank]} by {backend!r}; give both the same"
+                f"{name}: {label} connects by backend {peer_backend!r}, {labels[rank]} by {backend!r}; "
+                "give both the same"
             )
 
 
 def one_line(cause: object) -> str:
-    """A message of torch without the place in its source that it begins with, and without its advice."""
+    """A message of torch in one line, without the place in its source at the start and without its advice."""
     text = re.sub(r"^\[[^]]*:\d+\] ", "", " ".join(str(cause).split()))
     return text.split(" This is typically caused")[0][:300]

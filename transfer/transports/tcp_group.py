@@ -2,8 +2,8 @@
 
     group = TcpGroup.join(store, rank=rank, labels=labels, name="rollout-0", deadline=deadline, address="10.0.0.7")
 
-A thread of the group moves what was posted while its caller packs and unpacks. Every message goes behind a header with
-its number and length, so that two ends that do not run one plan notice.
+The I/O thread of the group moves posted messages while the caller packs and unpacks. Every message goes behind a header
+with its number and length, so that two ends that do not run one plan notice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpGroup"]
 
-# What we need of it is exported at run time, but not declared.
+# The names needed of it are exported at run time, but not declared.
 _distributed: Any = torch.distributed
 
 
@@ -63,29 +63,28 @@ class TcpGroup:
         if sys.platform != "linux":
             raise TransferError(f"{name}: backend 'tcp' needs Linux, found {sys.platform}; take 'gloo'")
         naming = Naming(name, tuple(labels), rank)
-        scoped = _distributed.PrefixStore(f"weightcast/{name}", store)
+        prefix_store = _distributed.PrefixStore(f"weightcast/{name}", store)
         try:
-            with ExitStack() as failed:
-                connections = connect_all(scoped, naming, address, deadline)
+            with ExitStack() as cleanup:
+                connections = connect_all(prefix_store, naming, address, deadline)
                 for connection in connections.values():
-                    failed.enter_context(connection)
+                    cleanup.enter_context(connection)
                 group = cls(connections, naming)
-                failed.pop_all()
+                cleanup.pop_all()
                 return group
         except (OSError, RuntimeError) as error:  # no more descriptors, no more threads
             raise TransferError(f"{name}: {naming.me} cannot join: {one_line(error)}; see ulimit") from error
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """See Communicator.post. A message is through when the network has taken it, or has filled its memory."""
+        """Posts messages. One is through when the network has taken it, or has filled its memory."""
         if self._pump.stopped:
             raise self._naming.closed()
         return self._pump.post(sends, receives)
 
     def abort(self) -> None:
-        """See Communicator.abort. Nothing is written to memory after it returns."""
+        """Gives up as Communicator.abort says. Nothing is written to memory after it returns."""
         self._pump.stop()
         self._pump.join()
 
     def close(self) -> None:
-        """See Communicator.close."""
         self.abort()

@@ -1,7 +1,7 @@
 """TCP connections between all members of a group, one for each two.
 
-Each member listens on its own address, says in the store where, and connects to the members before it. Who connects
-shows a secret from the store: strangers are turned away, and nobody listens any longer than joining takes.
+Each member listens on its own address, says in the store where, and connects to the members before it. The member that
+connects shows a secret from the store. Strangers are turned away, and nobody listens any longer than joining takes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["connect_all"]
 
 _HELLO = struct.Struct("!16sI")
-"""The secret of the group, and who connects."""
+"""The secret of the group, and the group rank of the member that connects."""
 
 _LOOK = 0.5
-"""Seconds between two looks whether the deadline was cut short."""
+"""Seconds between two looks at the deadline, which may be cut short."""
 _MOST_STRANGERS = 256
 """Beside members so many connections may say nothing yet; more would take this process's descriptors."""
 
@@ -41,10 +41,10 @@ def connect_all(store: Store, naming: Naming, address: str, deadline: Deadline) 
     Raises DeadlineError naming who did not come, TransferError naming who cannot be reached.
     """
     rank, size = naming.rank, len(naming.labels)
-    found: dict[int, socket.socket] = {}
-    with ExitStack() as failed:
-        failed.callback(_close, found)
-        listener = failed.enter_context(listen(address or _own_address(store)))
+    connections: dict[int, socket.socket] = {}
+    with ExitStack() as cleanup:
+        cleanup.callback(_close, connections)
+        listener = cleanup.enter_context(listen(address or _own_address(store)))
         try:
             host, port = listener.getsockname()[:2]
             store.set(f"address/{rank}", f"{port} {host}")
@@ -55,16 +55,16 @@ def connect_all(store: Store, naming: Naming, address: str, deadline: Deadline) 
             secret = bytes.fromhex(store.get("secret").decode())
         except RuntimeError as error:
             raise TransferError(f"{naming.group}: {naming.me} lost the store: {one_line(error)}") from error
-        for peer, (number, at) in enumerate(addresses[:rank]):
-            found[peer] = _connect(at, int(number), peer, naming, deadline)
-            _greet(found[peer], secret, peer, naming)
-        _accept(listener, secret, set(range(rank + 1, size)), found, naming, deadline)
-        for connection in found.values():
+        for peer, (number, peer_host) in enumerate(addresses[:rank]):
+            connections[peer] = _connect(peer_host, int(number), peer, naming, deadline)
+            _greet(connections[peer], secret, peer, naming)
+        _accept(listener, secret, set(range(rank + 1, size)), connections, naming, deadline)
+        for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        failed.pop_all()
+        cleanup.pop_all()
         listener.close()
-    return found
+    return connections
 
 
 def _close(connections: dict[int, socket.socket]) -> None:
@@ -76,9 +76,9 @@ def _own_address(store: Any) -> str:
     """The address of this host from which it reaches the store."""
     while not hasattr(store, "host"):
         store = store.underlying_store
-    found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(found[4])  # sends nothing
+    info = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(info[4])  # sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -112,17 +112,17 @@ def _accept(
     naming: Naming,
     deadline: Deadline,
 ) -> None:
-    """Adds the connections of the members that are expected, whatever others do who connect."""
+    """Adds the connections of the expected members to `found`, whatever strangers do."""
     listener.setblocking(False)
     with selectors.DefaultSelector() as strangers:
         strangers.register(listener, selectors.EVENT_READ)
         try:
-            while missing := sorted(expected - set(found)):
+            while absentees := sorted(expected - set(found)):
                 ready = strangers.select(min(deadline.left, _LOOK))
                 if deadline.expired:
                     raise DeadlineError(
                         f"{naming.group}: {naming.me} waited {deadline.seconds:g} s for "
-                        f"{', '.join(naming.labels[peer] for peer in missing)} to connect to "
+                        f"{', '.join(naming.labels[peer] for peer in absentees)} to connect to "
                         f"{listener.getsockname()[0]}; is that address reachable from there?"
                     )
                 # The listener last: whom a newcomer displaces may be among those who have just spoken.
@@ -145,41 +145,41 @@ def _accept(
 
 def _welcome(listener: socket.socket, strangers: selectors.BaseSelector, naming: Naming) -> None:
     try:
-        came = listener.accept()[0]
+        newcomer = listener.accept()[0]
     except (BlockingIOError, ConnectionError):  # gone already
         return
     except OSError as error:
         raise TransferError(f"{naming.group}: {naming.me} cannot accept connections: {error}") from error
-    came.setblocking(False)
-    strangers.register(came, selectors.EVENT_READ, _Stranger(came))
-    silent = [key.data.connection for key in strangers.get_map().values() if key.data is not None]
-    if len(silent) > _MOST_STRANGERS + len(naming.labels):
+    newcomer.setblocking(False)
+    strangers.register(newcomer, selectors.EVENT_READ, _Stranger(newcomer))
+    connections = [key.data.connection for key in strangers.get_map().values() if key.data is not None]
+    if len(connections) > _MOST_STRANGERS + len(naming.labels):
         # Members speak at once: the one that has been silent for longest is none.
-        strangers.unregister(silent[0])
-        silent[0].close()
+        strangers.unregister(connections[0])
+        connections[0].close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Stranger:
-    """A connection of whom it is not known yet who it is."""
+    """A connection of which it is not known yet who opened it."""
 
     connection: socket.socket
     said: bytearray = field(default_factory=bytearray)
 
     def hear(self) -> bool:
-        """Whether it has said all it will."""
+        """Reads on. True once the stranger has said all it will."""
         try:
-            some = self.connection.recv(_HELLO.size - len(self.said))
+            piece = self.connection.recv(_HELLO.size - len(self.said))
         except BlockingIOError:
             return False
         except OSError:
             return True
-        self.said.extend(some)
-        return not some or len(self.said) == _HELLO.size
+        self.said.extend(piece)
+        return not piece or len(self.said) == _HELLO.size
 
     def member(self, secret: bytes) -> int:
-        """Which member it says it is; -1 when it does not know the secret."""
+        """Group rank that the stranger claims; -1 when it does not know the secret."""
         if len(self.said) < _HELLO.size:
             return -1
-        shown, peer = _HELLO.unpack(self.said)
-        return int(peer) if hmac.compare_digest(shown, secret) else -1
+        proof, peer = _HELLO.unpack(self.said)
+        return int(peer) if hmac.compare_digest(proof, secret) else -1

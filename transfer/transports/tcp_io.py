@@ -1,4 +1,4 @@
-"""A thread that moves the messages of a group through its connections, whatever the group's caller does meanwhile."""
+"""The I/O thread of a group: it moves messages through the connections, whatever the group's caller does meanwhile."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from weightcast.transfer.transports.peer_errors import Left, Naming
 __all__ = ["Posted", "Pump"]
 
 _LEAST_BYTES = 2 << 20
-"""Where more is to come, a connection is not read before it has so much: each reading costs 20 us beside the copy."""
+"""Bytes that a connection must have before it is read, unless fewer are due: a read costs 20 us beside the copy."""
 
 _CLOSED = "the peer closed it"
 
 
 @dataclass(eq=False, slots=True)
 class _Leg:
-    """One message. `memory` keeps a tensor alive; `expected` is what the header says, number and length."""
+    """One message. `memory` keeps a tensor alive; `expected` is the number and length that the header should have."""
 
     peer: int
     direction: str
@@ -44,24 +44,24 @@ class _Leg:
         return self.peer, self.direction, self.cursor.left
 
     def advance(self, connection: int) -> object:
-        """Moves some of it. What is wrong, None if nothing is."""
+        """Moves a part of the message. Returns the fault, None if there is none."""
         if self.direction == "send":
             self.cursor.send(connection)
             return None
         if not self.cursor.receive(connection):
             return _CLOSED
-        found = int(self.header[0]), int(self.header[1])
-        if self.cursor.done >= self.header.nbytes and found != self.expected:
+        values = int(self.header[0]), int(self.header[1])
+        if self.cursor.done >= self.header.nbytes and values != self.expected:
             return (
-                f"expected message {self.expected[0]} of {self.expected[1]} bytes, found message {found[0]} of "
-                f"{found[1]}; the two ends do not run the same plan"
+                f"expected message {self.expected[0]} of {self.expected[1]} bytes, found message {values[0]} of "
+                f"{values[1]}; the two ends do not run the same plan"
             )
         return None
 
 
 @dataclass(eq=False, slots=True)
 class Posted:
-    """Messages under way. It is over when all are through, one failed or the thread ended. An Exchange."""
+    """The Exchange of messages under way. It is over when all are through, one failed or the thread ended."""
 
     naming: Naming
     legs: list[_Leg] = field(default_factory=list)
@@ -71,7 +71,6 @@ class Posted:
     over: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, deadline: Deadline) -> None:
-        """See Exchange.wait."""
         if self.legs and not self.over.wait(deadline.left) and self.through < len(self.legs):
             raise self.naming.late([leg.left for leg in self.legs if leg.cursor.due], deadline)
         if self.failed:
@@ -80,19 +79,19 @@ class Posted:
             raise self.naming.aborted()
 
     def count(self) -> None:
-        """One more is through."""
+        """Counts one more message that is through."""
         self.through += 1
         if self.through == len(self.legs):
             self.over.set()
 
 
 class _Link:
-    """The connection to one peer, and what is to go over it, in order."""
+    """The connection to one peer, and the messages to go over it, in order."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.number = connection.fileno()
-        # A leg does not know its exchange: a cycle would keep the memory of what is over, where nobody collects it.
+        # A leg does not know its exchange: a cycle would keep the memory of finished messages, as nobody collects it.
         self.sends: deque[tuple[_Leg, Posted]] = deque()
         self.receives: deque[tuple[_Leg, Posted]] = deque()
         self.posted = {"send": 0, "receive": 0}
@@ -101,21 +100,21 @@ class _Link:
         self._least = 1
 
     def add(self, peer: int, direction: str, memory: torch.Tensor | Spans) -> _Leg:
-        """A message behind those that were posted before. It does not move yet."""
+        """Makes the leg of a message behind those that were posted before. It does not move yet."""
         spans = Spans.of_tensor(memory) if isinstance(memory, torch.Tensor) else memory
-        said = self.posted[direction], spans.nbytes
+        values = self.posted[direction], spans.nbytes
         self.posted[direction] += 1
-        header = np.array(said if direction == "send" else (0, 0), dtype=np.uint64)
-        return _Leg(peer, direction, header, said, Cursor(header, spans), memory)
+        header = np.array(values if direction == "send" else (0, 0), dtype=np.uint64)
+        return _Leg(peer, direction, header, values, Cursor(header, spans), memory)
 
     def move(self, events: int) -> None:
-        """Sends and receives what the connection takes and gives now."""
+        """Sends and receives as much as the connection takes and gives now."""
         if events & select.EPOLLRDHUP and self.sends:
             # The socket takes some more, but nobody will read it.
             self.failure = _CLOSED
-        broken = select.EPOLLERR | select.EPOLLHUP
+        failure_events = select.EPOLLERR | select.EPOLLHUP
         for legs, event in ((self.receives, select.EPOLLIN), (self.sends, select.EPOLLOUT)):
-            if not legs or not events & (event | broken) or self.failure is not None:
+            if not legs or not events & (event | failure_events) or self.failure is not None:
                 continue
             try:
                 self.failure = legs[0][0].advance(self.number)
@@ -127,33 +126,34 @@ class _Link:
                 legs.popleft()[1].count()
 
     def fail(self) -> None:
-        """Ends all that waits here. What is posted meanwhile is either among it or fails the next time."""
-        failed = []
+        """Ends all that waits here. A message posted meanwhile is either among it or fails the next time."""
+        failures = []
         for legs in (self.sends, self.receives):
             while legs:
-                failed.append(legs.popleft())
-        for leg, exchange in failed:
+                failures.append(legs.popleft())
+        for leg, exchange in failures:
             exchange.cause = self.failure
             exchange.failed.append(leg)
-        for _, exchange in failed:
+        for _, exchange in failures:
             exchange.over.set()
 
     def wanted(self) -> int:
-        """What to be told of. Says to the kernel how much of the message that is due makes it worth telling.
+        """Returns the epoll events to wait for. Tells the kernel how many bytes of the message due are worth a wake-up.
 
         Only of that one: its peer may not send the next before it has heard from us.
         """
-        least = min(_LEAST_BYTES, self.receives[0][0].cursor.due) if self.receives else 1
-        if least != self._least:
-            self._least = least
-            with suppress(OSError):  # where this cannot be said, we are only told more often
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
-        sending = select.EPOLLOUT | select.EPOLLRDHUP if self.sends else 0
-        return sending | (select.EPOLLIN if self.receives else 0)
+        threshold = min(_LEAST_BYTES, self.receives[0][0].cursor.due) if self.receives else 1
+        if threshold != self._least:
+            self._least = threshold
+            with suppress(OSError):  # without it, we are only woken more often
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, threshold)
+        send_events = select.EPOLLOUT | select.EPOLLRDHUP if self.sends else 0
+        return send_events | (select.EPOLLIN if self.receives else 0)
 
 
 class Pump(threading.Thread):
-    """Moves what one thread at a time posts; any may stop it. It owns the connections, which do not block."""
+    """The I/O thread: moves the messages that one thread at a time posts; any may stop it. It owns the connections,
+    which do not block."""
 
     def __init__(self, connections: dict[int, socket.socket], naming: Naming) -> None:
         super().__init__(name=f"weightcast-tcp {naming.group}", daemon=True)
@@ -168,17 +168,17 @@ class Pump(threading.Thread):
         self.stopped = False
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Posted:
-        """Has messages moved, behind those that were posted before."""
-        posted = Posted(self._naming)
+        """Queues messages behind those that were posted before."""
+        exchange = Posted(self._naming)
         for direction, messages in (("send", sends), ("receive", receives)):
-            posted.legs += [self._links[peer].add(peer, direction, memory) for peer, memory in messages]
-        for leg in posted.legs:
+            exchange.legs += [self._links[peer].add(peer, direction, memory) for peer, memory in messages]
+        for leg in exchange.legs:
             link = self._links[leg.peer]
-            (link.sends if leg.direction == "send" else link.receives).append((leg, posted))
+            (link.sends if leg.direction == "send" else link.receives).append((leg, exchange))
             self._fresh.append(link)
         if not self._ring():
-            posted.over.set()
-        return posted
+            exchange.over.set()
+        return exchange
 
     def stop(self) -> None:
         """Ends the thread soon, which closes all connections; `join` waits until nothing moves any more."""
@@ -186,7 +186,7 @@ class Pump(threading.Thread):
         self._ring()
 
     def start(self) -> None:
-        """Begins. Raises RuntimeError where there is no thread left, and closes all connections."""
+        """Starts the thread. Raises RuntimeError where there is no thread left, and closes all connections."""
         try:
             super().start()
         except RuntimeError as error:
@@ -194,7 +194,7 @@ class Pump(threading.Thread):
             raise
 
     def run(self) -> None:
-        """Until it is stopped."""
+        """Moves messages until the thread is stopped."""
         failure: object = None
         try:
             while not self.stopped:
@@ -220,19 +220,19 @@ class Pump(threading.Thread):
             return self._bell >= 0
 
     def _watch(self, link: _Link) -> None:
-        """Waits for what a connection is to do next."""
+        """Registers the events that a connection waits for next; fails one that is broken."""
         if link.failure is not None:
             link.fail()
-        wanted = link.wanted()
-        if wanted == link.interest:
+        events = link.wanted()
+        if events == link.interest:
             return
         if not link.interest:
-            self._epoll.register(link.number, wanted)
-        elif wanted:
-            self._epoll.modify(link.number, wanted)
+            self._epoll.register(link.number, events)
+        elif events:
+            self._epoll.modify(link.number, events)
         else:  # a connection at rest would wake us with what its peer sends too early
             self._epoll.unregister(link.number)
-        link.interest = wanted
+        link.interest = events
 
     def _end(self, failure: object) -> None:
         for link in self._links.values():

@@ -14,10 +14,11 @@ _Asked: TypeAlias = "SimpleQueue[tuple[Callable[[], None], _Answers] | None]"
 
 
 class Waiter:
-    """A thread that waits in its caller's place, who may give up.
+    """A thread that waits for its caller, which may give up.
 
-    Gloo (torch 2.13) does not end the wait for a message that is partly sent or received, neither when its connection
-    is lost nor when it is closed on purpose: it ends when its time is over. A thread that was left does that alone.
+    Gloo (torch 2.13) does not end the wait for a message that is partly sent or received when its connection is lost.
+    Nor does it when the connection is closed on purpose: the wait ends when its time is over. A thread that was left
+    sits that out alone.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Waiter:
         self._lock = threading.Lock()
 
     def run(self, wait: Callable[[], None]) -> bool:
-        """Waits; False if it was given up before. Raises what `wait` raised."""
+        """Waits, and returns False if the wait was given up. Raises the error of `wait`."""
         with self._lock:
             if self._given_up:
                 return False
@@ -37,13 +38,13 @@ class Waiter:
                 self._work = work
             answer = self._answer = SimpleQueue()
             self._work.put((wait, answer))
-        found = answer.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        outcome = answer.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def give_up(self) -> None:
-        """Nobody waits any longer."""
+        """Ends the wait under way, and every later one at once."""
         with self._lock:
             self._given_up = True
             if self._answer is not None:
@@ -53,12 +54,12 @@ class Waiter:
 
 
 def _wait_for(work: _Asked) -> None:
-    while (asked := work.get()) is not None:
-        wait, answer = asked
+    while (request := work.get()) is not None:
+        wait, answer = request
         try:
             wait()
         except BaseException as error:
             answer.put(error)
         else:
             answer.put(True)
-        del asked, wait, answer  # they hold the memory of the messages
+        del request, wait, answer  # they hold the memory of the messages

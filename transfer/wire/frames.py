@@ -2,12 +2,12 @@
 
     magic 4s | version u16 | kind u16 | body length u64 | zlib(header length u32 | msgpack header | payload)
 
-all little-endian. The header has the scalar fields and one short descriptor for each column; the payload has the raw
-bytes of the columns one after the other, in the header's order. Everything long is in the payload: the header, whose
-Python objects cost many times their bytes, is limited to 64 KiB.
+Numbers are little-endian. The header has the scalar fields and one short descriptor for each column. The payload has
+the raw bytes of the columns one after the other, in the header's order. Everything long is in the payload: the header,
+whose Python objects cost many times their bytes, is limited to 64 KiB.
 
-Reading trusts nothing: a frame, its body and the memory of what it decodes to are each limited to `max_bytes`, and
-memory is taken only after its size was checked against that.
+Reading trusts nothing. A frame, its body and the memory of what it decodes to are each limited to `max_bytes`. Memory
+is allocated only after its size was checked against that.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ class FrameWriter:
         self._payload: list[bytes] = []
 
     def field(self, name: str, value: int | str | bool | None) -> None:
-        """A scalar."""
+        """Adds a scalar under a name."""
         self._fields[name] = value
 
     def column(self, name: str, values: IntArray) -> None:
-        """(n,) int64."""
+        """Adds a column of (n,) int64."""
         descriptor, raw = encode_column(np.asarray(values, dtype=np.int64))
         self._columns[name] = descriptor
         self._payload.append(raw)
 
     def matrix(self, name: str, values: IntArray) -> None:
-        """(n, D) int64, one column per dimension."""
+        """Adds (n, D) int64, one column per dimension."""
         for d in range(values.shape[1]):
             self.column(f"{name}.{d}", values[:, d])
 
     def words(self, name: str, values: npt.NDArray[np.uint64]) -> None:
-        """(n,) uint64 without any regularity, as they are."""
+        """Adds (n,) uint64 without any regularity, as they are."""
         descriptor, raw = encode_words(values)
         self._columns[name] = descriptor
         self._payload.append(raw)
 
     def strings(self, name: str, values: tuple[str, ...]) -> None:
-        """Texts without control characters. Raises WireError for others."""
+        """Adds texts without control characters. Raises WireError for others."""
         for text in values:
             if not text.isprintable():
                 raise WireError(f"{name} has {text[:80]!r}, which has control characters and cannot be sent")
@@ -88,7 +88,7 @@ class FrameWriter:
         self._payload.append(raw)
 
     def finish(self) -> bytes:
-        """The frame."""
+        """Gives the bytes of the frame. Raises WireError for a header that is too long."""
         header = msgpack.packb([self._fields, self._columns])
         if len(header) > MAX_HEADER_BYTES:
             raise WireError(f"a message has a header of {len(header)} bytes, more than {MAX_HEADER_BYTES}")
@@ -122,13 +122,13 @@ class FrameReader:
             raise self.error(f"has {len(data)} bytes, more than the limit of {max_bytes}")
         if len(data) < _FRAME.size:
             raise self.error(f"has {len(data)} bytes; it is cut off or no message of weightcast")
-        magic, found_version, found_kind, length = _FRAME.unpack_from(data)
+        magic, frame_version, frame_kind, length = _FRAME.unpack_from(data)
         if magic != _MAGIC:
             raise self.error(f"starts with {magic!r}, expected {_MAGIC!r}: no message of weightcast")
-        if found_version != version:
-            raise self.error(f"has version {found_version}, expected {version}; run the same weightcast on all sides")
-        if found_kind != kind:
-            raise self.error(f"is of kind {found_kind}, expected {kind}")
+        if frame_version != version:
+            raise self.error(f"has version {frame_version}, expected {version}; run the same weightcast on all sides")
+        if frame_kind != kind:
+            raise self.error(f"is of kind {frame_kind}, expected {kind}")
         if length > max_bytes:
             raise self.error(f"unpacks to {length} bytes, more than the limit of {max_bytes}")
         inflater = zlib.decompressobj()
@@ -181,7 +181,7 @@ class FrameReader:
         return value
 
     def flag(self, name: str) -> bool:
-        """A truth value."""
+        """A scalar that is true or false."""
         value = self._field(name)
         if type(value) is not bool:
             raise self.error(f"has {name} {value!r:.80}, expected true or false")
@@ -228,7 +228,7 @@ class FrameReader:
         return descriptor, self._payload[name]
 
     def column(self, name: str, count: int) -> IntArray:
-        """(count,) int64."""
+        """The column of that name, (count,) int64."""
         descriptor, raw = self._take(name, count, 8 * count)
         if descriptor[0] == STRINGS or is_words(descriptor):
             raise self.error(f"has column {name} in another form than whole numbers")
@@ -238,7 +238,7 @@ class FrameReader:
         return values
 
     def matrix(self, name: str, count: int, width: int) -> IntArray:
-        """(count, width) int64."""
+        """The columns of a matrix, as (count, width) int64."""
         if not 1 <= width <= MAX_WIDTH:
             raise self.error(f"has {width} dimensions in {name}, expected 1..{MAX_WIDTH}")
         self._budget -= 8 * count * width
@@ -248,7 +248,7 @@ class FrameReader:
         return np.stack([self.column(f"{name}.{d}", count) for d in range(width)], axis=1)
 
     def words(self, name: str, count: int) -> npt.NDArray[np.uint64]:
-        """(count,) uint64."""
+        """The column of that name, (count,) uint64."""
         descriptor, raw = self._take(name, count, 8 * count)
         if not is_words(descriptor):
             raise self.error(f"has column {name} in another form than 64-bit words")
@@ -260,13 +260,13 @@ class FrameReader:
         if self._descriptor(name)[0] != STRINGS:
             raise self.error(f"has column {name} in another form than texts")
         _, raw = self._take(name, count, _STRING_OVERHEAD * count)
-        joined = bytes(raw)
-        if count != (joined.count(b"\0") + 1 if count or joined else 0):
+        raw_texts = bytes(raw)
+        if count != (raw_texts.count(b"\0") + 1 if count or raw_texts else 0):
             raise self.error(f"has another number of texts in {name} than the declared {count}")
         if not count:
             return ()
         try:
-            text = joined.decode("utf-8")
+            text = raw_texts.decode("utf-8")
         except UnicodeDecodeError:
             raise self.error(f"has texts in {name} that are not UTF-8") from None
         if not text.replace("\0", "").isprintable():

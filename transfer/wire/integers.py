@@ -1,7 +1,7 @@
-"""One column of whole numbers in as few bytes as is cheap.
+"""Columns of whole numbers in as few bytes as is cheap.
 
-A column is stored as an arithmetic progression (three numbers), as its values, or as its differences, each less their
-smallest and in the narrowest unsigned type. What is left of regularity is the frame's compression's.
+A column is stored as an arithmetic progression (three numbers), as its values, or as its differences. The last two are
+stored less their smallest in 1, 2 or 4 bytes each, or in 8 bytes as they are. The frame's compression does the rest.
 
 A descriptor is a list of a form, the number of entries, and numbers of that form:
 
@@ -48,17 +48,17 @@ _LEAST, _MOST = int(np.iinfo(np.int64).min), int(np.iinfo(np.int64).max)
 
 
 def encode_words(values: npt.NDArray[np.uint64]) -> tuple[Descriptor, bytes]:
-    """(n,) uint64 as they are."""
+    """Descriptor and payload of (n,) uint64, stored as they are."""
     return [_VALUES, len(values), _WORDS, 0], np.ascontiguousarray(values, dtype=_TYPES[_WORDS]).tobytes()
 
 
 def is_words(descriptor: Descriptor) -> bool:
-    """Whether a checked descriptor is of 64-bit words."""
+    """True if a checked descriptor is of 64-bit words."""
     return bool(descriptor[0] == _VALUES and descriptor[2] == _WORDS)
 
 
 def encode_column(values: IntArray) -> tuple[Descriptor, bytes]:
-    """(n,) int64 -> descriptor and payload."""
+    """Descriptor and payload of a column (n,) int64."""
     n = len(values)
     if n == 0:
         return [_PROGRESSION, 0, 0, 0], b""
@@ -70,12 +70,12 @@ def encode_column(values: IntArray) -> tuple[Descriptor, bytes]:
     steps = np.diff(values)
     if (steps == steps[0]).all():
         return [_PROGRESSION, n, first, int(steps[0])], b""
-    least, most = int(steps.min()), int(steps.max())
+    low_step, high_step = int(steps.min()), int(steps.max())
     # Differences pay where they change much less often than the values do, as in row numbers with a few repetitions.
     regular = 2 * np.count_nonzero(steps[1:] != steps[:-1]) < np.count_nonzero(steps)
-    if regular and _sums_fit(n, first, least, most):
-        code, raw = _narrow(steps, least, most)
-        return [_DIFFERENCES, n, code, least if code != "i8" else 0, first], raw
+    if regular and _sums_fit(n, first, low_step, high_step):
+        code, raw = _narrow(steps, low_step, high_step)
+        return [_DIFFERENCES, n, code, low_step if code != "i8" else 0, first], raw
     code, raw = _narrow(values, low, high)
     return [_VALUES, n, code, low if code != "i8" else 0], raw
 
@@ -88,7 +88,7 @@ def _narrow(values: IntArray, low: int, high: int) -> tuple[str, bytes]:
 
 
 def is_descriptor(found: object) -> bool:
-    """Whether something unpacked is a descriptor, its numbers in int64 and its counts not negative."""
+    """True if an unpacked object is a descriptor, its numbers in int64 and its counts not negative."""
     if not isinstance(found, list) or len(found) < 3 or not isinstance(found[0], str):
         return False
     form, numbers = found[0], found[1:]
@@ -115,18 +115,18 @@ def payload_bytes(descriptor: Descriptor) -> int:
 
 
 def decode_column(descriptor: Descriptor, raw: memoryview) -> IntArray | None:
-    """(n,) int64 of a checked descriptor and its `payload_bytes` of payload; None where a number leaves int64."""
+    """Column (n,) int64 of a checked descriptor and its `payload_bytes` of payload; None if a number leaves int64."""
     form, count, *numbers = descriptor
     if form == _PROGRESSION:
         first, step = numbers
         fits = _fits(first + step * max(count - 1, 0))
         return _progression(count, first, step) if fits else None
-    stored = np.frombuffer(raw, dtype=_TYPES[numbers[0]])
+    entries = np.frombuffer(raw, dtype=_TYPES[numbers[0]])
     base = numbers[1]
-    low, high = (int(stored.min()) + base, int(stored.max()) + base) if len(stored) else (0, 0)
+    low, high = (int(entries.min()) + base, int(entries.max()) + base) if len(entries) else (0, 0)
     if not _fits(low, high):
         return None
-    values: IntArray = stored.astype(np.int64)
+    values: IntArray = entries.astype(np.int64)
     values += base
     if form == _VALUES:
         return values
@@ -153,5 +153,5 @@ def _fits(*numbers: int) -> bool:
 
 
 def _sums_fit(n: int, first: int, least: int, most: int) -> bool:
-    """True when no partial sum of n steps between least and most leaves int64."""
+    """True when no partial sum of n steps between `least` and `most` leaves int64."""
     return _fits(first + (n - 1) * min(least, 0), first + (n - 1) * max(most, 0))

@@ -1,9 +1,9 @@
-"""What ranks and gateway send each other, as bytes: rank reports, parts of plans, digests.
+"""Messages between ranks and gateway as bytes: rank reports, parts of plans, digests.
 
-Frames and columns are those of `weightcast.transfer.wire.frames`: versioned, without pickle, limited in size. What is
-decoded is validated in full before it is returned: types and lengths of columns, every index and box in its bounds, no
-product that leaves 64 bits, tables and placements by their own constructors. Decoding raises WireError, or another
-InputError that the value's own validation raised, and nothing else.
+Frames and columns are those of `weightcast.transfer.wire.frames`: versioned, without pickle, limited in size. Decoded
+values are validated in full before they are returned: types and lengths of columns, and bounds of every index and box.
+No product may leave 64 bits. Tables and placements are validated by their own constructors. Decoding raises only
+WireError, or another InputError of the value's own validation.
 
     data = encode_report(report)
     assert decode_report(data).table.fingerprint == report.table.fingerprint
@@ -72,7 +72,7 @@ def encode_report(report: RankReport) -> bytes:
 def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankReport:
     """The report in a frame, validated. Raises InputError (WireError, LayoutError, PlacementError).
 
-    `max_bytes` limits the frame, what it unpacks to, and the memory of what is decoded, each.
+    `max_bytes` limits each of these: the frame, the bytes it unpacks to, and the memory of the decoded report.
     """
     r = FrameReader(data, version=WIRE_VERSION, kind=_REPORT, what="rank report", max_bytes=max_bytes)
     world_size = r.integer("world_size", 1, _MAX_RANKS)
@@ -209,21 +209,21 @@ def _read_verify(r: FrameReader) -> Verify:
 
 
 def _read_one_text(r: FrameReader, name: str) -> str:
-    found = r.strings(name)
-    if len(found) != 1:
-        raise r.error(f"has {len(found)} texts in {name}, expected 1")
-    return found[0]
+    texts = r.strings(name)
+    if len(texts) != 1:
+        raise r.error(f"has {len(texts)} texts in {name}, expected 1")
+    return texts[0]
 
 
 def _write_placement(w: FrameWriter, placement: RankPlacement | None) -> None:
     w.field("has_placement", placement is not None)
     if placement is None:
         return
-    whole = placement.placement
-    w.field("layers", whole.num_layers)
-    w.field("num_logical", whole.num_logical)
-    w.field("ep_size", whole.ep_size)
-    w.column("physical_to_logical", whole.physical_to_logical.reshape(-1))
+    experts = placement.placement
+    w.field("layers", experts.num_layers)
+    w.field("num_logical", experts.num_logical)
+    w.field("ep_size", experts.ep_size)
+    w.column("physical_to_logical", experts.physical_to_logical.reshape(-1))
     for name in ("storage_rank", "num_local_routed", "num_global_routed", "num_shared"):
         w.field(name, getattr(placement, name))
 
@@ -235,13 +235,13 @@ def _read_placement(r: FrameReader) -> RankPlacement | None:
     layers = r.integer("layers", 1, max(count, 1))
     if count % layers:
         raise r.error(f"has a placement of {count} entries, which {layers} layers do not divide")
-    whole = ExpertPlacement(
+    experts = ExpertPlacement(
         r.column("physical_to_logical", count).reshape(layers, -1),
         r.integer("num_logical", 1, max(count, 1)),
         r.integer("ep_size", 1, _MAX_RANKS),
     )
     return RankPlacement(
-        whole,
+        experts,
         r.integer("storage_rank", 0, _MAX_RANKS),
         r.integer("num_local_routed", 0, max(count, 1)),
         r.integer("num_global_routed", 0, _MAX_COUNT),
@@ -278,51 +278,51 @@ def _read_notes(r: FrameReader) -> LayoutNotes:
 
 def _read_operations(r: FrameReader, tensors: TensorTable) -> Operations:
     count = r.count("operations.kind")
-    read = {name: r.column(f"operations.{name}", count) for name in _OPERATION_COLUMNS}
+    columns = {name: r.column(f"operations.{name}", count) for name in _OPERATION_COLUMNS}
     boxes = {name: r.matrix(f"operations.{name}", count, tensors.width) for name in ("offset", "size")}
-    check_range(r, "kind", read["kind"], min(Kind), max(Kind))
-    check_range(r, "src_instance", read["src_instance"], TRAINER, _MAX_RANKS)
+    check_range(r, "kind", columns["kind"], min(Kind), max(Kind))
+    check_range(r, "src_instance", columns["src_instance"], TRAINER, _MAX_RANKS)
     for name in ("src_rank", "instance", "dst_rank"):
-        check_range(r, name, read[name], 0, _MAX_RANKS)
+        check_range(r, name, columns[name], 0, _MAX_RANKS)
     for name in ("src_region", "dst_region"):
-        check_range(r, name, read[name], 0, _MAX_COUNT)
-    check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
-    return Operations(**read, **boxes)
+        check_range(r, name, columns[name], 0, _MAX_COUNT)
+    check_boxes(r, tensors, columns["tensor"], boxes["offset"], boxes["size"])
+    return Operations(**columns, **boxes)
 
 
 def _read_digest_rows(r: FrameReader, tensors: TensorTable) -> DigestRows:
     count = r.count("digests.cell")
-    read = {name: r.column(f"digests.{name}", count) for name in _DIGEST_COLUMNS}
+    columns = {name: r.column(f"digests.{name}", count) for name in _DIGEST_COLUMNS}
     boxes = {name: r.matrix(f"digests.{name}", count, tensors.width) for name in ("offset", "size")}
-    check_range(r, "instance of digests", read["instance"], TRAINER, _MAX_RANKS)
-    check_range(r, "rank of digests", read["rank"], 0, _MAX_RANKS)
-    check_range(r, "dtype of digests", read["dtype"], 0, len(NAMES) - 1)
+    check_range(r, "instance of digests", columns["instance"], TRAINER, _MAX_RANKS)
+    check_range(r, "rank of digests", columns["rank"], 0, _MAX_RANKS)
+    check_range(r, "dtype of digests", columns["dtype"], 0, len(NAMES) - 1)
     for name in ("region", "cell"):
-        check_range(r, f"{name} of digests", read[name], 0, _MAX_COUNT)
-    check_boxes(r, tensors, read["tensor"], boxes["offset"], boxes["size"])
-    return DigestRows(**read, **boxes)
+        check_range(r, f"{name} of digests", columns[name], 0, _MAX_COUNT)
+    check_boxes(r, tensors, columns["tensor"], boxes["offset"], boxes["size"])
+    return DigestRows(**columns, **boxes)
 
 
 def _check_part(r: FrameReader, part: RankPart) -> None:
-    """Every operation is one this rank takes part in, and every digest row is its own."""
-    o, me, index = part.operations, part.rank, part.instance_index
+    """Checks that this rank takes part in every operation, and that every digest row is its own."""
+    o, rank, index = part.operations, part.rank, part.instance_index
     if part.is_trainer:
-        mine = (o.src_instance == TRAINER) & (o.src_rank == me)
+        own_rows = (o.src_instance == TRAINER) & (o.src_rank == rank)
     else:
-        mine = (o.instance == index) & (o.dst_rank == me) | (o.src_instance == index) & (o.src_rank == me)
+        own_rows = (o.instance == index) & (o.dst_rank == rank) | (o.src_instance == index) & (o.src_rank == rank)
     sends = o.kind == Kind.SEND
-    known_sender = np.isin(o.src_rank, np.array(part.trainer_ranks, dtype=np.int64))
+    member_sends = np.isin(o.src_rank, np.array(part.trainer_ranks, dtype=np.int64))
     copies = (o.kind == Kind.COPY) & ((o.src_instance != o.instance) | (o.src_rank != o.dst_rank))
     for bad, fault in (
-        (~mine, "does not have this rank as sender or receiver"),
+        (~own_rows, "does not have this rank as sender or receiver"),
         (sends != (o.src_instance == TRAINER), "is sent by the trainer and is no send, or the other way"),
-        (sends & ~known_sender, "is sent by a trainer rank that is no member of the communicator"),
+        (sends & ~member_sends, "is sent by a trainer rank that is no member of the communicator"),
         ((o.instance == index) & (o.dst_rank >= part.instance_ranks), "goes to a rank the instance does not have"),
         (copies, "copies between two ranks"),
     ):
         if bad.any():
-            raise r.error(f"for rank {me} has operation {int(bad.argmax())}, which {fault}")
+            raise r.error(f"for rank {rank} has operation {int(bad.argmax())}, which {fault}")
     d = part.digests
-    foreign = (d.instance != (TRAINER if part.is_trainer else index)) | (d.rank != me)
-    if foreign.any():
-        raise r.error(f"for rank {me} has digest row {int(foreign.argmax())} of another rank")
+    foreign_rows = (d.instance != (TRAINER if part.is_trainer else index)) | (d.rank != rank)
+    if foreign_rows.any():
+        raise r.error(f"for rank {rank} has digest row {int(foreign_rows.argmax())} of another rank")

@@ -1,6 +1,6 @@
 """Tensor tables and boxes on the wire, and the checks that they share: part of `weightcast.transfer.wire.messages`.
 
-Every check raises an InputError; none forms a product or sum that could leave 64 bits before it has looked.
+Every check raises an InputError. None forms a product or sum before it has checked that it stays within 64 bits.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ def read_tensors(r: FrameReader) -> TensorTable:
 
 
 def _first_repeated(names: tuple[str, ...]) -> str:
-    seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    prefix: set[str] = set()
+    return next(name for name in names if name in prefix or prefix.add(name))  # type: ignore[func-returns-value]
 
 
 def _check_elements(r: FrameReader, tensors: TensorTable) -> None:
-    """Number of elements of each tensor and of all together, without ever forming a product that could wrap around."""
+    """Checks the number of elements of each tensor and of all together; no product in it can wrap around."""
     elements = np.ones(len(tensors), dtype=np.int64)
     for dimension in np.maximum(tensors.shape, 1).T:
-        over = elements > _MAX_TENSOR_ELEMENTS // dimension
-        if over.any():
-            row = int(over.argmax())
+        excess = elements > _MAX_TENSOR_ELEMENTS // dimension
+        if excess.any():
+            row = int(excess.argmax())
             name = tensors.names[row]
             raise r.error(f"has shape {tensors.shape[row].tolist()} of tensor {name!r:.200}, which is too large")
         elements = elements * dimension
@@ -63,7 +63,7 @@ def _check_elements(r: FrameReader, tensors: TensorTable) -> None:
 
 
 def check_range(r: FrameReader, name: str, values: IntArray, low: int, high: int) -> None:
-    """low <= value <= high in every row."""
+    """Checks that low <= value <= high in every row."""
     bad = (values < low) | (values > high)
     if bad.any():
         row = int(bad.argmax())
@@ -71,16 +71,16 @@ def check_range(r: FrameReader, name: str, values: IntArray, low: int, high: int
 
 
 def check_boxes(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
-    """Tensor rows in range, boxes inside their tensors. The same checks as for the regions of a report."""
+    """Checks, as for the regions of a report, that tensor rows are in range and boxes inside their tensors."""
     RegionTable(tensors, tensor, offset, size, np.full(len(tensor), NO_SLOT, dtype=np.int64)).validate()
     check_padding(r, tensors, tensor, offset, size)
     check_sum(r, size.prod(axis=1), "boxes")
 
 
 def check_padding(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
-    """Dimensions that a tensor lacks have offset 0 and size 1."""
-    lacking = np.arange(tensors.width)[None, :] >= tensors.ndim[tensor][:, None]
-    bad = lacking & ((offset != 0) | (size != 1))
+    """Checks that dimensions which a tensor lacks have offset 0 and size 1."""
+    padding = np.arange(tensors.width)[None, :] >= tensors.ndim[tensor][:, None]
+    bad = padding & ((offset != 0) | (size != 1))
     if bad.any():
         row = int(bad.any(axis=1).argmax())
         name = tensors.names[int(tensor[row])]
@@ -88,7 +88,7 @@ def check_padding(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset
 
 
 def check_sum(r: FrameReader, elements: IntArray, what: str) -> None:
-    """Elements of all rows together can be counted in bytes."""
+    """Checks that the elements of all rows together can be counted in bytes."""
     # Summed in floating point, which cannot wrap around; 2^59 elements of 8 bytes stay well inside int64.
     if float(elements.sum(dtype=np.float64)) > 2.0**59:
         raise r.error(f"has {what} of more elements together than 64 bits can count in bytes")

@@ -1,4 +1,4 @@
-"""Proves of a plan's digest rows that they look at every element once; the other half of invariants.py."""
+"""Proves of a plan's digest rows that they look at every element once; `operations` proves the rest of a plan."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ __all__ = ["check_digests"]
 def check_digests(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
-    proved: dict[tuple[str, ...], DigestRows] = {}
-    own = [rows_at(plan.digests, rows) for rows in spans(plan.digests.instance, TRAINER, len(pair.instances) - TRAINER)]
-    for index, (side, rows) in enumerate(zip(pair.instances, own[1:], strict=True)):
-        other = proved.get(side.fingerprints)
-        if scope.has(index) and not (other and same_columns(rows, other, DigestRows.__slots__[1:])):
+    proofs: dict[tuple[str, ...], DigestRows] = {}
+    side_rows = [
+        rows_at(plan.digests, rows) for rows in spans(plan.digests.instance, TRAINER, len(pair.instances) - TRAINER)
+    ]
+    for index, (side, rows) in enumerate(zip(pair.instances, side_rows[1:], strict=True)):
+        twin = proofs.get(side.fingerprints)
+        if scope.has(index) and not (twin and same_columns(rows, twin, DigestRows.__slots__[1:])):
             _Side(plan, side, rows, scope).check_instance()
-            proved[side.fingerprints] = rows
-    _Side(plan, pair.trainer, own[0], scope).check_trainer(pair)
+            proofs[side.fingerprints] = rows
+    _Side(plan, pair.trainer, side_rows[0], scope).check_trainer(pair)
 
 
 def _check_ranges(plan: TransferPlan) -> None:
@@ -51,9 +53,9 @@ def _check_ranges(plan: TransferPlan) -> None:
         "size": any_column(d.size <= 0),
         "cell": d.cell < 0,
     }
-    for name, bad in faults.items():
-        if bad.any():
-            row = int(bad.argmax())
+    for name, mask in faults.items():
+        if mask.any():
+            row = int(mask.argmax())
             raise PlanError(f"digest row {row} has {name} {getattr(d, name)[row].tolist()}, which is out of range")
 
 
@@ -62,8 +64,8 @@ class _Side:
 
     def __init__(self, plan: TransferPlan, side: JoinedRanks, rows: DigestRows, scope: Scope) -> None:
         self.plan, self.side, self.rows, self.scope = plan, side, rows, scope
-        self.row, known = region_rows(side, rows.rank, rows.region)
-        bad = outside(side, self.row, known, (rows.tensor, rows.offset, rows.size))
+        self.row, valid = region_rows(side, rows.rank, rows.region)
+        bad = outside(side, self.row, valid, (rows.tensor, rows.offset, rows.size))
         if bad.any():
             self._fail(int(bad.argmax()), "does not lie in that region")
 
@@ -90,42 +92,42 @@ class _Side:
     def _distinct_cells(self) -> IntArray:
         """The first row of each cell, proven to be the same box as the others of the cell."""
         rows, first = self.rows, self._first_of_cell()
-        differs = (rows.tensor != rows.tensor[first]) | (rows.dtype != rows.dtype[first])
-        differs |= any_column(rows.offset != np.take(rows.offset, first, axis=0))
-        differs |= any_column(rows.size != np.take(rows.size, first, axis=0))
-        if differs.any():
-            at = int(differs.argmax())
+        difference = (rows.tensor != rows.tensor[first]) | (rows.dtype != rows.dtype[first])
+        difference |= any_column(rows.offset != np.take(rows.offset, first, axis=0))
+        difference |= any_column(rows.size != np.take(rows.size, first, axis=0))
+        if difference.any():
+            at = int(difference.argmax())
             self._fail(at, f"has cell {int(rows.cell[at])}, which is another box on rank {int(rows.rank[first[at]])}")
         return np.flatnonzero(first == np.arange(len(rows)))
 
     def check_trainer(self, pair: JoinedPair) -> None:
         """Equal cells are equal boxes, and cells tile every tensor in each dtype in which an instance has it."""
-        distinct = self._distinct_cells()
-        wanted = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
-        inside = np.arange(wanted.shape[1]) if self.scope.tensors is None else np.flatnonzero(self.scope.tensors)
+        cell_rows = self._distinct_cells()
+        demand = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
+        scope_tensors = np.arange(demand.shape[1]) if self.scope.tensors is None else np.flatnonzero(self.scope.tensors)
         for side in pair.instances:
-            held = inside[side.holds[inside]]
-            wanted[side.dtype[held], held] = True
-        made = np.bincount(self.rows.dtype, minlength=len(NAMES))
-        for dtype in np.flatnonzero(wanted[:, inside].any(axis=1) | (made > 0)).tolist():
-            self._check_cells(distinct[self.rows.dtype[distinct] == dtype], wanted[dtype])
-            self._check_regions(np.flatnonzero(self.rows.dtype == dtype), wanted[dtype])
+            tensors = scope_tensors[side.holds[scope_tensors]]
+            demand[side.dtype[tensors], tensors] = True
+        row_counts = np.bincount(self.rows.dtype, minlength=len(NAMES))
+        for dtype in np.flatnonzero(demand[:, scope_tensors].any(axis=1) | (row_counts > 0)).tolist():
+            self._check_cells(cell_rows[self.rows.dtype[cell_rows] == dtype], demand[dtype])
+            self._check_regions(np.flatnonzero(self.rows.dtype == dtype), demand[dtype])
 
     def _check_regions(self, at: IntArray, wanted: BoolArray | None) -> None:
         """Rows `at` fill the regions of the wanted tensors, and overlap in none."""
         rows, side = self.rows, self.side
         offset, size = np.take(rows.offset, at, axis=0), np.take(rows.size, at, axis=0)
-        twice, short = tiling_fault(side, self.row[at], offset, size, wanted)
-        if twice is not None:
-            self._fail(int(at[twice[1]]), f"overlaps that of {box_text(offset[twice[0]], size[twice[0]])}")
-        if short is not None:
+        overlap, gap = tiling_fault(side, self.row[at], offset, size, wanted)
+        if overlap is not None:
+            self._fail(int(at[overlap[1]]), f"overlaps that of {box_text(offset[overlap[0]], size[overlap[0]])}")
+        if gap is not None:
             raise PlanError(
-                f"tensor {self._name(int(side.tensor[short]))!r}, {side} rank {int(side.rank[short])} region "
-                f"{int(side.region[short])}: a part of it is in no digest"
+                f"tensor {self._name(int(side.tensor[gap]))!r}, {side} rank {int(side.rank[gap])} region "
+                f"{int(side.region[gap])}: a part of it is in no digest"
             )
 
     def _first_of_cell(self) -> IntArray:
-        """For each row the first row with its cell number."""
+        """(rows,) the first row that has the cell number of each row."""
         cell = self.rows.cell
         if int(cell.max(initial=0)) > 4 * cell.shape[0]:
             cell = np.unique(cell, return_inverse=True)[1]
@@ -135,13 +137,13 @@ class _Side:
         return first[cell]
 
     def _check_cells(self, cells: IntArray, wanted: np.ndarray) -> None:
-        """Rows `cells`, all of one dtype a tensor: those of a tensor are disjoint and cover each wanted tensor."""
+        """The rows `cells`, of one dtype a tensor, are disjoint in each tensor and cover each wanted one."""
         tensor = self.rows.tensor[cells]
         offset, size = np.take(self.rows.offset, cells, axis=0), np.take(self.rows.size, cells, axis=0)
         a, b = overlaps(tensor, offset, size)
         if a.size:
-            other = int(cells[a[0]])
-            self._fail(int(cells[b[0]]), f"overlaps that of {box_text(self.rows.offset[other], self.rows.size[other])}")
-        short = np.flatnonzero(wanted & (filled(tensor, size, wanted.shape[0]) != self.plan.tensors.elements))
-        if short.size:
-            raise PlanError(f"tensor {self._name(int(short[0]))!r}: the digests of {self.side} do not cover it")
+            first = int(cells[a[0]])
+            self._fail(int(cells[b[0]]), f"overlaps that of {box_text(self.rows.offset[first], self.rows.size[first])}")
+        gaps = np.flatnonzero(wanted & (filled(tensor, size, wanted.shape[0]) != self.plan.tensors.elements))
+        if gaps.size:
+            raise PlanError(f"tensor {self._name(int(gaps[0]))!r}: the digests of {self.side} do not cover it")

@@ -2,8 +2,8 @@
 
 For every instance:
 - each region is tiled exactly once by sends, relays and copies: no gap, no overlap, nothing outside;
-- the box of a send lies in the named region of a trainer rank, that of a copy or relay in what its rank itself
-received;
+- the box of a send lies in the named region of a trainer rank;
+- the box of a copy or relay lies in what its source rank itself received;
 - a rank receives no element of a logical tensor twice, so that it receives as many bytes as it needs and no more;
 - the digest rows tile each region once, equal cells are equal boxes, and the cells of a tensor tile the tensor.
 The trainer's digest cells tile each tensor once for every dtype in which some instance holds it.
@@ -46,21 +46,21 @@ def check_plan(plan: TransferPlan, trainer: Ranks, instances: Mapping[str, Ranks
 
 
 def check_joined(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
-    """check_plan for tables that are joined already, and for a plan that is only for a part of them."""
+    """Proves a plan like `check_plan`, for tables that are joined already; `scope` is the part that the plan is for."""
     _check_header(plan, pair)
     _check_ranges(plan)
-    proved: dict[tuple[str, ...], Operations] = {}
-    own = spans(plan.operations.instance, 0, len(pair.instances))
-    for index, (side, rows) in enumerate(zip(pair.instances, own, strict=True)):
+    proofs: dict[tuple[str, ...], Operations] = {}
+    spans_of_instances = spans(plan.operations.instance, 0, len(pair.instances))
+    for index, (side, rows) in enumerate(zip(pair.instances, spans_of_instances, strict=True)):
         if not scope.has(index):
             continue
         proof = _Instance(plan, pair, index, side, rows_at(plan.operations, rows))
         # What was proved of one instance holds for all with the same tables and the same rows.
-        if side.fingerprints in proved and proof.is_like(proved[side.fingerprints]):
+        if side.fingerprints in proofs and proof.is_like(proofs[side.fingerprints]):
             proof.check_sources()
         else:
             proof.check(scope)
-            proved[side.fingerprints] = proof.o
+            proofs[side.fingerprints] = proof.o
     check_relays(plan, pair)
     check_digests(plan, pair, scope)
 
@@ -71,23 +71,23 @@ def _check_header(plan: TransferPlan, pair: JoinedPair) -> None:
             shape = (len(rows), plan.tensors.width) if column in ("offset", "size") else (len(rows),)
             if getattr(rows, column).shape != shape:
                 raise PlanError(f"column {column} of the {name} has shape {getattr(rows, column).shape}, not {shape}")
-    same = plan.tensors is pair.tensors or (
+    equal_tensors = plan.tensors is pair.tensors or (
         plan.tensors.names == pair.tensors.names and np.array_equal(plan.tensors.shape, pair.tensors.shape)
     )
-    if not same:
+    if not equal_tensors:
         raise PlanError("the plan's tensors are not those of the tables; make a new plan")
     if plan.instances != tuple(side.name for side in pair.instances):
         raise PlanError(
             f"the plan is for instances {list(plan.instances)}, not {[side.name for side in pair.instances]}"
         )
     fingerprints = (plan.trainer_fingerprints, *plan.instance_fingerprints)
-    for planned, side in zip(fingerprints, (pair.trainer, *pair.instances), strict=True):
-        if planned != side.fingerprints:
+    for plan_fingerprints, side in zip(fingerprints, (pair.trainer, *pair.instances), strict=True):
+        if plan_fingerprints != side.fingerprints:
             raise PlanError(f"the plan was made for other tables of {side} than those given; make a new plan")
     for index, side in enumerate(pair.instances):
-        wrong = np.flatnonzero(plan.instance_dtype[index] != side.dtype)
-        if wrong.size:
-            raise PlanError(f"tensor {plan.tensors.names[int(wrong[0])]!r}: the plan has another dtype in {side}")
+        fault = np.flatnonzero(plan.instance_dtype[index] != side.dtype)
+        if fault.size:
+            raise PlanError(f"tensor {plan.tensors.names[int(fault[0])]!r}: the plan has another dtype in {side}")
 
 
 def _check_ranges(plan: TransferPlan) -> None:
@@ -103,9 +103,9 @@ def _check_ranges(plan: TransferPlan) -> None:
         ),
         "size": any_column(o.size <= 0),
     }
-    for name, bad in faults.items():
-        if bad.any():
-            row = int(bad.argmax())
+    for name, mask in faults.items():
+        if mask.any():
+            row = int(mask.argmax())
             raise PlanError(f"operation {row} has {name} {getattr(o, name)[row].tolist()}, which is out of range")
 
 
@@ -118,11 +118,11 @@ class _Instance:
         self.plan, self.pair, self.index, self.side, self.o = plan, pair, index, side, operations
 
     def is_like(self, other: Operations) -> bool:
-        """Whether all is the same as in another instance but the trainer's regions that sends come from."""
+        """True if all but the sources of sends is as in another instance, and there are no relays."""
         if not same_columns(self.o, other, ("kind", "tensor", "dst_rank", "dst_region", "offset", "size")):
             return False
-        inner = np.flatnonzero(self.o.kind != Kind.SEND)
-        return same_columns(self.o.take(inner), other.take(inner), ("src_rank", "src_region")) and not bool(
+        inner_rows = np.flatnonzero(self.o.kind != Kind.SEND)
+        return same_columns(self.o.take(inner_rows), other.take(inner_rows), ("src_rank", "src_region")) and not bool(
             (self.o.kind == Kind.RELAY).any()
         )
 
@@ -151,8 +151,8 @@ class _Instance:
     def _source(self, operation: int) -> str:
         o = self.o
         index = int(o.src_instance[operation])
-        where = "trainer" if index == TRAINER else self.plan.instances[index]
-        return f"{where} rank {int(o.src_rank[operation])} region {int(o.src_region[operation])}"
+        side = "trainer" if index == TRAINER else self.plan.instances[index]
+        return f"{side} rank {int(o.src_rank[operation])} region {int(o.src_region[operation])}"
 
     def _destinations(self) -> None:
         o = self.o
@@ -163,36 +163,36 @@ class _Instance:
     def check_sources(self) -> None:
         """Sends come from a trainer region that has the box, copies and relays from such a region of an instance."""
         o = self.o
-        stray = (o.kind == Kind.COPY) & ((o.src_instance != self.index) | (o.src_rank != o.dst_rank))
-        if stray.any():
-            self._fail(int(stray.argmax()), "has its source on another rank")
-        present = np.flatnonzero(np.bincount(o.src_instance - TRAINER, minlength=1)) + TRAINER
-        for index in present.tolist():
+        strays = (o.kind == Kind.COPY) & ((o.src_instance != self.index) | (o.src_rank != o.dst_rank))
+        if strays.any():
+            self._fail(int(strays.argmax()), "has its source on another rank")
+        sources = np.flatnonzero(np.bincount(o.src_instance - TRAINER, minlength=1)) + TRAINER
+        for index in sources.tolist():
             side = self.pair.trainer if index == TRAINER else self.pair.instances[index]
-            mine = np.flatnonzero(o.src_instance == index)
-            some = o if mine.shape[0] == len(o) else o.take(mine)
-            row, known = region_rows(side, some.src_rank, some.src_region)
-            bad = outside(side, row, known, (some.tensor, some.offset, some.size))
+            rows = np.flatnonzero(o.src_instance == index)
+            operations = o if rows.shape[0] == len(o) else o.take(rows)
+            row, valid = region_rows(side, operations.src_rank, operations.src_region)
+            bad = outside(side, row, valid, (operations.tensor, operations.offset, operations.size))
             if bad.any():
-                self._fail(int(mine[bad.argmax()]), "takes what that region does not hold")
+                self._fail(int(rows[bad.argmax()]), "takes what that region does not hold")
 
     def _tiling(self, scope: Scope) -> None:
-        twice, short = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope.tensors)
-        if twice is not None:
-            first, second = twice
+        overlap, gap = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope.tensors)
+        if overlap is not None:
+            first, second = overlap
             box = box_text(self.o.offset[first], self.o.size[first])
             self._fail(second, f"overlaps the {self._kind(first)} of {box} from {self._source(first)}")
-        if short is not None:
+        if gap is not None:
             side = self.side
-            filled = int(volumes(self.o.size)[self.row == short].sum())
+            filled = int(volumes(self.o.size)[self.row == gap].sum())
             raise PlanError(
-                f"tensor {self._name(int(side.tensor[short]))!r}, {side.name} rank {int(side.rank[short])} region "
-                f"{int(side.region[short])}, box {box_text(side.offset[short], side.size[short])}: only {filled} of "
-                f"{int(side.size[short].prod())} elements are written"
+                f"tensor {self._name(int(side.tensor[gap]))!r}, {side.name} rank {int(side.rank[gap])} region "
+                f"{int(side.region[gap])}, box {box_text(side.offset[gap], side.size[gap])}: only {filled} of "
+                f"{int(side.size[gap].prod())} elements are written"
             )
 
     def _copies_of_received(self) -> None:
-        """What a copy reads was received by that rank, not made by another copy: no copy waits for a copy."""
+        """Copies read what their rank received, not what another copy wrote: no copy waits for a copy."""
         o = self.o
         copies = np.flatnonzero(o.kind == Kind.COPY)
         if copies.size:
@@ -204,12 +204,12 @@ class _Instance:
 
     def _received_once(self) -> None:
         o = self.o
-        over = np.flatnonzero(o.kind != Kind.COPY)
-        key = o.dst_rank[over] * len(self.plan.tensors) + o.tensor[over]
-        a, b = overlaps(key, np.take(o.offset, over, axis=0), np.take(o.size, over, axis=0))
+        arrivals = np.flatnonzero(o.kind != Kind.COPY)
+        key = o.dst_rank[arrivals] * len(self.plan.tensors) + o.tensor[arrivals]
+        a, b = overlaps(key, np.take(o.offset, arrivals, axis=0), np.take(o.size, arrivals, axis=0))
         if a.size:
-            first = int(over[a[0]])
+            first = int(arrivals[a[0]])
             self._fail(
-                int(over[b[0]]),
+                int(arrivals[b[0]]),
                 f"sends what the rank receives in region {int(o.dst_region[first])} already: copy it there",
             )

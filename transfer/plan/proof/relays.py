@@ -1,7 +1,7 @@
 """Proves that every relay of a plan passes on what its rank has received by then, in a few passes over all relays.
 
-To be called when the operations of every instance are proved to write inside regions, to read inside regions, and to
-tile every region once: then what is written of a relay's box in its source region is all of it.
+It is called when the operations of every instance are proved: they write and read inside regions, and tile every region
+once. Then what is written of a relay's box in its source region is all of it.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ def check_relays(plan: TransferPlan, pair: JoinedPair) -> None:
         (target[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
     )
     writer = writers[writer]
-    copied = np.flatnonzero(o.kind[writer] == Kind.COPY)
-    if copied.size:
-        _fail(plan, int(relays[reader[copied[0]]]), "passes on what that region does not receive but copies itself")
-    waits = np.flatnonzero(o.kind[writer] == Kind.RELAY)
-    stuck = _never_ready(reader[waits], np.searchsorted(relays, writer[waits]), relays.shape[0])
-    if stuck.size:
-        _fail(plan, int(relays[stuck[0]]), "waits for a relay that waits for it")
+    copy_reads = np.flatnonzero(o.kind[writer] == Kind.COPY)
+    if copy_reads.size:
+        _fail(plan, int(relays[reader[copy_reads[0]]]), "passes on what that region does not receive but copies itself")
+    relay_reads = np.flatnonzero(o.kind[writer] == Kind.RELAY)
+    stuck_relays = _never_ready(reader[relay_reads], np.searchsorted(relays, writer[relay_reads]), relays.shape[0])
+    if stuck_relays.size:
+        _fail(plan, int(relays[stuck_relays[0]]), "waits for a relay that waits for it")
 
 
 def _region_number(pair: JoinedPair, instance: IntArray, rank: IntArray, region: IntArray) -> IntArray:
-    """A number for each region of all instances."""
+    """(n,) number of each (instance, rank, region), counted over the regions of all instances."""
     number = np.empty(instance.shape[0], dtype=np.int64)
     first = 0
     for index, side in enumerate(pair.instances):
-        mine = np.flatnonzero(instance == index)
-        number[mine] = first + region_rows(side, rank[mine], region[mine])[0]
+        rows = np.flatnonzero(instance == index)
+        number[rows] = first + region_rows(side, rank[rows], region[rows])[0]
         first += len(side)
     return number
 
 
 def _never_ready(waiting: IntArray, awaited: IntArray, count: int) -> IntArray:
-    """Of `count` relays, where `waiting[i]` needs `awaited[i]` first: those that never get their turn, ascending."""
-    left = np.bincount(waiting, minlength=count)
+    """Relays that never get their turn, ascending, of `count` where `waiting[i]` needs `awaited[i]` first."""
+    pending = np.bincount(waiting, minlength=count)
     order = np.argsort(awaited, kind="stable")
     start = np.searchsorted(awaited[order], np.arange(count + 1))
-    ready = np.flatnonzero(left == 0)
+    ready = np.flatnonzero(pending == 0)
     # Each pass looks only at what waits for the relays that have just become ready.
     while ready.size:
-        next_ones = waiting[order[ranges(start[ready], start[ready + 1] - start[ready])]]
-        np.subtract.at(left, next_ones, 1)
-        ready = np.unique(next_ones[left[next_ones] == 0])
-    return np.flatnonzero(left > 0)
+        successors = waiting[order[ranges(start[ready], start[ready + 1] - start[ready])]]
+        np.subtract.at(pending, successors, 1)
+        ready = np.unique(successors[pending[successors] == 0])
+    return np.flatnonzero(pending > 0)
 
 
 def _fail(plan: TransferPlan, row: int, what: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Whether boxes that name a region lie in it and fill it: what the proofs of operations and of digests share."""
+"""Checks that boxes lie in the regions that they name and fill them; proofs of operations and digests share them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a plan is a plan for: `tensors` (T,) and `instances`, None for all of them."""
+    """The scope of a plan: `tensors` (T,) and `instances`, None for all of them."""
 
     tensors: BoolArray | None = None
     instances: frozenset[int] | None = None
 
     def has(self, instance: int) -> bool:
-        """Whether an instance is in the scope."""
+        """True if an instance is in the scope."""
         return self.instances is None or instance in self.instances
 
     def wanted(self, held: BoolArray) -> BoolArray:
@@ -47,18 +47,18 @@ EVERYTHING = Scope()
 
 
 def region_rows(side: JoinedRanks, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
-    """Row of each (rank, region) of a side, and which of them exist; row 0 for those that do not."""
-    known = (rank >= 0) & (rank < side.world) & (region >= 0)
-    safe = np.where(known, rank, 0)
-    row = side.first[safe] + region
-    known &= row < side.first[safe + 1]
-    return np.where(known, row, 0), known
+    """Row of each (rank, region) of a side, and a mask of those that exist; row 0 for those that do not."""
+    valid = (rank >= 0) & (rank < side.world) & (region >= 0)
+    safe_rank = np.where(valid, rank, 0)
+    row = side.first[safe_rank] + region
+    valid &= row < side.first[safe_rank + 1]
+    return np.where(valid, row, 0), valid
 
 
 def outside(
     side: JoinedRanks, row: IntArray, known: BoolArray, boxes: tuple[IntArray, IntArray, IntArray]
 ) -> BoolArray:
-    """Which boxes (tensor, offset, size) are not inside the region of their row, or are of another tensor."""
+    """Mask of the boxes (tensor, offset, size) that are not inside the region of their row, or of another tensor."""
     tensor, offset, size = boxes
     if not len(side):
         return np.ones(row.shape[0], dtype=np.bool_)
@@ -73,20 +73,20 @@ def outside(
 def tiling_fault(
     side: JoinedRanks, row: IntArray, offset: IntArray, size: IntArray, wanted: BoolArray | None = None
 ) -> tuple[tuple[int, int] | None, int | None]:
-    """Two boxes that overlap in one region of the side, if there are; else a region that is not filled, if there is.
+    """Two boxes that overlap in one region of the side, or None; else a region that is not filled, or None.
 
-    `wanted` (T,) are the tensors whose regions have to be filled; all of them without it.
+    `wanted` (T,) are the tensors whose regions have to be filled, by default all.
     """
     writes = np.bincount(row, minlength=len(side))
-    shared = np.flatnonzero(writes[row] > 1)
-    if shared.size:
-        a, b = overlaps(row[shared], np.take(offset, shared, axis=0), np.take(size, shared, axis=0))
+    shared_rows = np.flatnonzero(writes[row] > 1)
+    if shared_rows.size:
+        a, b = overlaps(row[shared_rows], np.take(offset, shared_rows, axis=0), np.take(size, shared_rows, axis=0))
         if a.size:
-            return (int(shared[a[0]]), int(shared[b[0]])), None
-    short = np.flatnonzero(filled(row, size, len(side)) != side.volume)
-    if short.size and wanted is not None:
-        short = short[wanted[side.tensor[short]]]
-    return None, int(short[0]) if short.size else None
+            return (int(shared_rows[a[0]]), int(shared_rows[b[0]])), None
+    gaps = np.flatnonzero(filled(row, size, len(side)) != side.volume)
+    if gaps.size and wanted is not None:
+        gaps = gaps[wanted[side.tensor[gaps]]]
+    return None, int(gaps[0]) if gaps.size else None
 
 
 def filled(key: IntArray, size: IntArray, keys: int) -> IntArray:
@@ -100,9 +100,9 @@ def spans(instance: IntArray, first: int, count: int) -> list[IntArray | slice]:
     """The rows of each of the instances `first`, `first` + 1 ...: slices where rows are ordered by instance."""
     numbers = np.arange(first, first + count)
     if (instance[1:] >= instance[:-1]).all():
-        begin = np.searchsorted(instance, numbers).tolist()
-        end = np.searchsorted(instance, numbers, side="right").tolist()
-        return [slice(b, e) for b, e in zip(begin, end, strict=True)]
+        starts = np.searchsorted(instance, numbers).tolist()
+        ends = np.searchsorted(instance, numbers, side="right").tolist()
+        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
     return [np.flatnonzero(instance == number) for number in numbers.tolist()]
 
 
@@ -112,7 +112,7 @@ def rows_at(table: Rows, rows: IntArray | slice) -> Rows:
 
 
 def same_columns(left: Rows, right: Rows, names: Iterable[str]) -> bool:
-    """Whether two tables have the same values in these columns."""
+    """True if two tables have the same values in these columns."""
     return all(np.array_equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
