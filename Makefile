@@ -9,6 +9,7 @@
 # make bench-colocated   reading in place beside plain copy, Gloo and handing over full tensors (COLOCATED_ARGS="--mib 64")
 # make bench-ray   an update through Ray beside the same over plain processes and HTTP (RAY_ARGS="--mib 64")
 # make faults  200 updates of real processes with a fault each (about a quarter of an hour; FAULTS_ARGS="--runs 34")
+# make openapi   the document of the gateway's routes, docs/generated/openapi.json
 # make fuzz    a million mutated messages and requests to the gateway (FUZZ_ARGS="--count 10000")
 # make clean   remove the virtual environment and what the other targets left
 #
@@ -29,7 +30,7 @@ SHIM_FILES := $(wildcard $(SHIMS)/*.toml $(SHIMS)/*.py $(SHIMS)/*.pth $(SHIMS)/*
 # The environment is the one made here, whatever the caller's shell adds to it.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: demo demo-megatron test cluster check bench bench-transfer bench-verify bench-colocated bench-ray faults fuzz setup clean
+.PHONY: demo demo-megatron test cluster check bench bench-transfer bench-verify bench-colocated bench-ray faults fuzz openapi setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -54,6 +55,9 @@ bench-ray: setup
 
 faults: setup
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/faults.py $(FAULTS_ARGS)
+
+openapi: setup
+	cd docs/generated && $(abspath $(BIN))/python -m weightcast.gateway.server.app > openapi.json
 
 fuzz: setup
 	$(BIN)/python benchmarks/fuzz.py $(FUZZ_ARGS)

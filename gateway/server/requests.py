@@ -1,25 +1,20 @@
-"""Requests and answers without a web framework's machinery: of what ranks ask there are thousands a second.
+"""Requests and replies without a web framework's machinery: ranks ask thousands of times a second.
 
-A `HotRoute` is in the list of an application's routes like any other, but `HotRoutes` finds it by one look-up, and its
-answer is made from an `Asked`. What is asked is checked as strictly as elsewhere: each method raises InputError for
-what is missing, of another type or out of range.
+Each method of a request that reads something raises InputError when that is missing, of another type or out of range.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, ValidationError
-from starlette.responses import Response
-from starlette.routing import Route
 
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.server.guard import MAX_BODY, MAX_JSON, App, Receive, Scope, Send
+from weightcast.gateway.server.guard import MAX_BODY, MAX_JSON, Receive, Send
 from weightcast.transfer.errors import (
     AuthorizationError,
     ControlError,
@@ -32,12 +27,10 @@ from weightcast.transfer.errors import (
 __all__ = [
     "MAX_POLL",
     "NOTHING",
-    "Asked",
-    "HotRoute",
-    "HotRoutes",
     "Reply",
-    "Speaker",
+    "Request",
     "decoded",
+    "failed",
     "json_reply",
     "refusal",
     "refusal_of",
@@ -73,11 +66,6 @@ class Reply(NamedTuple):
     body: bytes = b""
     kind: bytes = b"application/json"
 
-    @property
-    def response(self) -> Response:
-        """The same for the framework's own routes."""
-        return Response(self.body, self.status, media_type=self.kind.decode())
-
     async def send(self, send: Send) -> None:
         """Sends it."""
         headers = [(b"content-type", self.kind), (b"content-length", b"%d" % len(self.body))] if self.body else []
@@ -105,29 +93,32 @@ def refusal(error: str, message: str, status: int) -> Reply:
     return json_reply({"error": error, "message": line}, status)
 
 
+def failed(method: str, path: str) -> Reply:
+    """The answer to a request on which this program stumbled; its log says over what."""
+    return refusal("ControlError", f"{method} {path}: the gateway failed; its log says over what", 500)
+
+
 def stopping() -> Reply:
     """What whoever waits for something is told when the gateway ends: clients ask its next life."""
     return refusal("ControlError", "the gateway is stopping", 503)
 
 
-class Speaker(Enum):
-    """Who may ask what a route is for."""
+class Request:
+    """One request. `path` has the variable parts of its path by name, `parameters` are those that its route
+    declares.
+    """
 
-    TRAINER = "a trainer rank, in the incarnation that is believed"
-    INSTANCE = "a rank of an instance"
-    SIDE = "either, by the `side` of the path"
-    ANYBODY = "a rank that need not have registered"
-
-
-class Asked:
-    """One request. `path` has the variable parts of its path by name."""
-
-    __slots__ = ("_headers", "_query", "_receive", "path")
+    __slots__ = ("_headers", "_parameters", "_query", "_receive", "path")
 
     def __init__(
-        self, path: Mapping[str, str], query: bytes, receive: Receive, headers: Sequence[tuple[bytes, bytes]] = ()
+        self,
+        path: Mapping[str, str],
+        query: bytes,
+        receive: Receive,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        parameters: Set[str] = frozenset(),
     ) -> None:
-        self.path, self._receive, self._headers = path, receive, headers
+        self.path, self._receive, self._headers, self._parameters = path, receive, headers, parameters
         self._query = _parsed(query) if query else {}
 
     def incarnation(self) -> Incarnation | None:
@@ -144,32 +135,33 @@ class Asked:
 
     def whole(self, name: str, default: str = "") -> int:
         """A whole number of path or query that is not negative."""
-        given = self.path.get(name) or self._query.get(name, default)
+        given = self.path.get(name) or self._given(name, default)
         if given.isascii() and given.isdigit() and len(given) < 20 and (number := int(given)) < _BIG:
             return number
         raise InputError(f"{name} is {given[:80]!r}, expected a whole number of at least 0")
 
     def text(self, name: str, most: int = MAX_TEXT) -> str:
         """A short text of the query, empty where there is none."""
-        given = self._query.get(name, "")
+        given = self._given(name)
         if len(given) > most:
             raise InputError(f"{name} has {len(given)} characters, expected at most {most}")
         return given
 
     def flag(self, name: str) -> bool:
         """A truth value of the query, False where there is none."""
-        given = self._query.get(name, "false")
+        given = self._given(name, "false")
         if given not in ("true", "false"):
             raise InputError(f"{name} is {given[:80]!r}, expected 'true' or 'false'")
         return given == "true"
 
     def has(self, name: str) -> bool:
         """Whether the query has it."""
+        self._given(name)
         return name in self._query
 
     def wait(self) -> float:
         """Seconds of a long poll."""
-        given = self._query.get("wait", "0")
+        given = self._given("wait", "0")
         try:
             seconds = float(given)
         except ValueError:
@@ -177,6 +169,10 @@ class Asked:
         if not 0.0 <= seconds <= MAX_POLL:
             raise InputError(f"wait is {given[:80]!r}, expected seconds between 0 and {MAX_POLL:g}")
         return seconds
+
+    def _given(self, name: str, default: str = "") -> str:
+        assert name in self._parameters, f"the route does not declare {name!r}, so its document would not tell of it"
+        return self._query.get(name, default)
 
     async def body(self) -> bytes:
         """The body, whose length the guard has limited."""
@@ -219,73 +215,3 @@ def _parsed(query: bytes) -> dict[str, str]:
         return dict(parse_qsl(text, keep_blank_values=True))
     pairs = (part.partition("=") for part in text.split("&"))
     return {name: value for name, _, value in pairs}
-
-
-Answer = Callable[[Asked], Awaitable[Reply]]
-
-
-class _Endpoint:
-    """An answer as an ASGI application, behind the guard."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            reply = await self._answer(Asked(scope["path_params"], scope["query_string"], receive, scope["headers"]))
-        except WeightcastError as error:
-            reply = refusal_of(error)
-        except asyncio.CancelledError:  # whoever asks again finds the gateway's next life
-            reply = stopping()
-        await reply.send(send)
-
-
-class HotRoute(Route):
-    """A route for workers. `speaker` is who may ask; whoever makes the answer sees to it."""
-
-    tags = ("worker",)
-
-    def __init__(self, method: str, path: str, speaker: Speaker, answer: Answer) -> None:
-        self.answer = _Endpoint(answer)
-        self.method, self.speaker = method, speaker
-        super().__init__(path, self.answer, methods=[method])
-
-
-class _Found(NamedTuple):
-    """A route: its endpoint, where its path is fixed, and where it is variable."""
-
-    app: App
-    fixed: tuple[tuple[int, str], ...]
-    named: tuple[tuple[int, str], ...]
-
-
-class HotRoutes:
-    """Finds hot routes by method, number of parts of the path, and its last part, in which no two may agree."""
-
-    def __init__(self, routes: Iterable[HotRoute]) -> None:
-        self._found: dict[tuple[str, int, str], _Found] = {}
-        for route in routes:
-            parts = list(enumerate(route.path.split("/")))
-            named = tuple((at, part[1:-1]) for at, part in parts if part.startswith("{"))
-            fixed = tuple((at, part) for at, part in parts if not part.startswith("{"))
-            last = "" if named and named[-1][0] == len(parts) - 1 else parts[-1][1]
-            key = (route.method, len(parts), last)
-            if key in self._found:
-                raise ValueError(f"two hot routes for {key}")
-            self._found[key] = _Found(route.answer, fixed, named)
-
-    def find(self, scope: Scope) -> App | None:
-        """What answers a request, whose `path_params` are set then; None for what asks for no hot route."""
-        method, parts = scope["method"], scope["path"].split("/")
-        count = len(parts)
-        found = self._found.get((method, count, parts[-1])) or self._found.get((method, count, ""))
-        if found is None:
-            return None
-        for at, part in found.fixed:
-            if parts[at] != part:
-                return None
-        values = {name: parts[at] for at, name in found.named}
-        if not all(values.values()):
-            return None
-        scope["path_params"] = values
-        return found.app

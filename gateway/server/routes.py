@@ -1,105 +1,118 @@
-"""What people and programs ask of whole pairs and instances; the one tag of a route is its scope. See also `hot`."""
+"""Routes for people and programs: whole pairs, whole instances, and monitoring."""
 
 from __future__ import annotations
 
-import asyncio
-from enum import Enum
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Header, Query, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from weightcast.gateway.control.gateway import Gateway
-from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.layouts.inspection import inspect_instance
 from weightcast.gateway.server.bodies import EngineBody, PairBody
-from weightcast.gateway.server.requests import MAX_POLL, stopping
+from weightcast.gateway.server.requests import NOTHING, Reply, Request, json_reply
+from weightcast.gateway.server.routing import KNOWN, WAIT, Query, Routes
+from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.errors import ControlError
 
 __all__ = ["add_routes"]
 
-READ: list[str | Enum] = ["read"]
-OPERATOR: list[str | Enum] = ["operator"]
-
-Wait = Annotated[float, Query(ge=0.0, le=MAX_POLL)]
-Identity = Annotated[str, Query(max_length=64)]
-Said = Annotated[str, Header(alias=HEADER)]
+_PAIR = "/pairs/{name}"
+_INSTANCE = _PAIR + "/instances/{instance}"
+_TEXT = Query("text", {"type": "boolean", "default": False}, "true for a table to read instead of JSON")
 
 
-def add_routes(app: FastAPI, gateway: Gateway) -> None:
+def add_routes(routes: Routes) -> None:
     """Adds all of them."""
-    _instance_routes(app, gateway)
-    _pair_routes(app, gateway)
-    _health_routes(app, gateway)
+    _add_instances(routes)
+    _add_pairs(routes)
+    _add_health(routes)
 
 
-def _health_routes(app: FastAPI, gateway: Gateway) -> None:
-    """What monitoring asks."""
+def _add_health(routes: Routes) -> None:
+    """Requests of monitoring."""
+    gateway = routes.gateway
 
-    @app.get("/healthz", tags=READ)
-    async def healthz() -> JSONResponse:
+    @routes.add("GET", "/healthz", Access.READ)
+    async def healthz(_: Request) -> Reply:
+        """Health of the gateway: 503 with the reason while it cannot write its state down."""
         if gateway.store.trouble:
-            return JSONResponse({"status": "failing", "reason": gateway.store.trouble}, status_code=503)
-        return JSONResponse({"status": "ok", "pairs": len(gateway.pairs)})
+            return json_reply({"status": "failing", "reason": gateway.store.trouble}, 503)
+        return json_reply({"status": "ok", "pairs": len(gateway.pairs)})
 
-    @app.get("/metrics", tags=READ)
-    async def metrics() -> Response:
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _pair_routes(app: FastAPI, gateway: Gateway) -> None:
-    """What is asked of whole pairs."""
-
-    @app.get("/pairs", tags=READ)
-    async def list_pairs() -> dict[str, Any]:
-        return {"pairs": [pair.status() for pair in gateway.pairs.values()]}
-
-    @app.put("/pairs/{name}", tags=OPERATOR)
-    async def create(name: str, body: PairBody) -> dict[str, Any]:
-        return (await gateway.create(body.spec(name))).status()
-
-    @app.get("/pairs/{name}", tags=READ)
-    async def status(name: str) -> dict[str, Any]:
-        return gateway.pair(name).status()
-
-    @app.delete("/pairs/{name}", tags=OPERATOR)
-    async def delete(name: str) -> dict[str, Any]:
-        await gateway.delete(name)
-        return {"deleted": name}
-
-    @app.get("/pairs/{name}/updates/{version}", tags=READ)
-    async def result(name: str, version: int, wait: Wait = 0.0, known: Identity = "", said: Said = "") -> Response:
-        """Anybody may ask; a trainer rank hears of the updates of its own trainer alone."""
-        pair = gateway.pair(name)
-        pair.check_boot(known)
-        if said:
-            pair.incarnations.check(Incarnation.parse(said), pair.boot)
-        try:
-            if not await pair.poll(lambda: version in pair.results, wait):
-                return Response(status_code=204)
-        except asyncio.CancelledError:
-            return stopping().response
-        return Response(pair.result_text(version), media_type="application/json")
+    @routes.add("GET", "/metrics", Access.READ, kinds=["text/plain"])
+    async def metrics(_: Request) -> Reply:
+        """Metrics in the text format of Prometheus."""
+        return Reply(200, gateway.metrics.text(), CONTENT_TYPE_LATEST.encode())
 
 
-def _instance_routes(app: FastAPI, gateway: Gateway) -> None:
-    """What is asked of whole instances."""
+def _add_pairs(routes: Routes) -> None:
+    """Requests about whole pairs."""
+    gateway = routes.gateway
 
-    @app.put("/pairs/{name}/instances/{instance}", tags=OPERATOR)
-    async def join(name: str, instance: str, body: EngineBody) -> dict[str, Any]:
-        await gateway.join(name, instance, body.spec())
-        return gateway.pair(name).status()
+    def status(request: Request) -> dict[str, Any]:
+        return gateway.pair(request.path["name"]).status()
 
-    @app.delete("/pairs/{name}/instances/{instance}", tags=OPERATOR)
-    async def leave(name: str, instance: str) -> dict[str, Any]:
-        await gateway.leave(name, instance)
-        return gateway.pair(name).status()
+    @routes.add("GET", "/pairs", Access.READ)
+    async def list_pairs(_: Request) -> Reply:
+        """Status of all pairs."""
+        return json_reply({"pairs": [pair.status() for pair in gateway.pairs.values()]})
 
-    @app.get("/pairs/{name}/instances/{instance}/inspect", tags=READ)
-    async def inspect(name: str, instance: str, text: bool = False) -> Response:
-        found = gateway.pair(name).instance(instance)
-        if found.layout is None:
-            raise found.failure or ControlError(f"instance {instance} of pair {name} has not registered yet")
-        table = inspect_instance(found.layout)
-        return PlainTextResponse(table.to_text()) if text else JSONResponse(table.to_json())
+    @routes.add("PUT", _PAIR, Access.OPERATOR, body=PairBody)
+    async def create(request: Request) -> Reply:
+        """Creates a pair. Replies with its status."""
+        body = await request.json(PairBody)
+        return json_reply((await gateway.create(body.spec(request.path["name"]))).status())
+
+    @routes.add("GET", _PAIR, Access.READ)
+    async def show(request: Request) -> Reply:
+        """Status of a pair."""
+        return json_reply(status(request))
+
+    @routes.add("DELETE", _PAIR, Access.OPERATOR)
+    async def delete(request: Request) -> Reply:
+        """Deletes a pair."""
+        await gateway.delete(request.path["name"])
+        return json_reply({"deleted": request.path["name"]})
+
+    @routes.add("GET", _PAIR + "/updates/{version}", Access.READ, query=[WAIT, KNOWN])
+    async def result(request: Request) -> Reply:
+        """Outcome of an update for each instance, once it is decided. A trainer rank that names its incarnation hears
+        of the updates of its own trainer alone.
+        """
+        pair, version = routes.pair(request), request.whole("version")
+        pair.check_boot(request.text("known"))
+        if (incarnation := request.incarnation()) is not None:
+            pair.incarnations.check(incarnation, pair.boot)
+        if not await pair.poll(lambda: version in pair.results, request.wait()):
+            return NOTHING
+        return Reply(200, pair.result_text(version).encode())
+
+
+def _add_instances(routes: Routes) -> None:
+    """Requests about whole instances."""
+    gateway = routes.gateway
+
+    @routes.add("PUT", _INSTANCE, Access.OPERATOR, body=EngineBody)
+    async def join(request: Request) -> Reply:
+        """Adds an instance to a pair. Replies with the status of the pair."""
+        body = await request.json(EngineBody)
+        await gateway.join(request.path["name"], request.path["instance"], body.spec())
+        return json_reply(routes.pair(request).status())
+
+    @routes.add("DELETE", _INSTANCE, Access.OPERATOR)
+    async def leave(request: Request) -> Reply:
+        """Takes an instance out of a pair. Replies with the status of the pair."""
+        await gateway.leave(request.path["name"], request.path["instance"])
+        return json_reply(routes.pair(request).status())
+
+    @routes.add("GET", _INSTANCE + "/inspect", Access.READ, query=[_TEXT], kinds=["application/json", "text/plain"])
+    async def inspect(request: Request) -> Reply:
+        """Layout of an instance: ranks, slots, replicas, and the audit of dispatch."""
+        name = request.path["instance"]
+        instance = routes.pair(request).instance(name)
+        if instance.layout is None:
+            pair = request.path["name"]
+            raise instance.failure or ControlError(f"instance {name} of pair {pair} has not registered yet")
+        table = inspect_instance(instance.layout)
+        if request.flag("text"):
+            return Reply(200, table.to_text().encode(), b"text/plain; charset=utf-8")
+        return json_reply(table.to_json())

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import uvicorn
-    from fastapi import FastAPI
+
+    from weightcast.gateway.server.app import Application
 
 __all__ = ["make_server"]
 
 
-def make_server(app: FastAPI, tls_cert: Path | None = None, tls_key: Path | None = None) -> uvicorn.Server:
+def make_server(app: Application, tls_cert: Path | None = None, tls_key: Path | None = None) -> uvicorn.Server:
     """A server for sockets that listen already; with a certificate it speaks HTTPS."""
     import uvicorn
 

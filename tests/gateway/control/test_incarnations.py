@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 
 import pytest
 from engine_support import ALL, A, reports_of
-from fastapi.testclient import TestClient
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.incarnations import HEADER, KEPT, Incarnation, Incarnations, Standing, TrainerProcess
 from weightcast.gateway.records import EngineSpec, PairSpec
 from weightcast.gateway.server.app import make_app
-from weightcast.gateway.server.requests import HotRoute, Speaker
-from weightcast.gateway.server.tokens import Tokens
+from weightcast.gateway.server.routing import Route, Speaker
+from weightcast.gateway.server.tokens import Access, Tokens
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import ControlError, DisplacedError, InputError, PairStateError
@@ -435,25 +434,22 @@ def register(asking: Asking, rank: int, start: str, **how: Any) -> Incarnation:
     return Incarnation(rank, generation, asking.gateway.pairs["main"].boot, start)
 
 
-def hot_routes() -> list[HotRoute]:
-    return [route for route in make_app(Gateway("127.0.0.1", 1), Tokens(TOKEN)).routes if isinstance(route, HotRoute)]
+def rank_routes() -> list[Route]:
+    routes = make_app(Gateway("127.0.0.1", 1), Tokens(TOKEN)).routes
+    return [route for route in routes if route.access is Access.WORKER]
 
 
 def trainer_routes() -> list[tuple[str, str]]:
-    return [(r.method, r.path) for r in hot_routes() if r.speaker in (Speaker.TRAINER, Speaker.SIDE)]
+    return [(r.method, r.path) for r in rank_routes() if r.speaker in (Speaker.TRAINER, Speaker.SIDE)]
 
 
 def test_every_route_of_ranks_says_who_speaks() -> None:
-    routes = [route for route in make_app(Gateway("127.0.0.1", 1), Tokens(TOKEN)).routes if isinstance(route, Route)]
-    for route in routes:
-        if list(getattr(route, "tags", [])) == ["worker"]:
-            assert isinstance(route, HotRoute), f"{route.path}: what ranks ask goes through the check of `hot`"
-    for hot in hot_routes():
-        assert isinstance(hot.speaker, Speaker), hot.path
-        assert ("{side}" in hot.path) == (hot.speaker is Speaker.SIDE), hot.path
-        assert "/trainer/" not in hot.path or hot.speaker is Speaker.TRAINER or (hot.method, hot.path) in ANYBODY
-        assert "/ranks/" not in hot.path or hot.speaker is Speaker.INSTANCE, hot.path
-    assert {(r.method, r.path) for r in hot_routes() if r.speaker is Speaker.ANYBODY} == ANYBODY
+    for route in rank_routes():
+        assert ("{side}" in route.path) == (route.speaker is Speaker.SIDE), route.path
+        anybody = (route.method, route.path) in ANYBODY
+        assert "/trainer/" not in route.path or route.speaker is Speaker.TRAINER or anybody, route.path
+        assert "/ranks/" not in route.path or route.speaker is Speaker.INSTANCE, route.path
+    assert {(r.method, r.path) for r in rank_routes() if r.speaker is Speaker.ANYBODY} == ANYBODY
     assert set(trainer_routes()) == set(EXAMPLES), "each has an example"
 
 
@@ -499,8 +495,10 @@ def test_every_trainer_route(method: str, route: str) -> None:
     assert HEADER not in message
 
 
-@pytest.mark.parametrize("route", [r for r in hot_routes() if r.speaker is Speaker.INSTANCE], ids=lambda r: str(r.path))
-def test_routes_of_an_instance_are_none_of_a_trainers(route: HotRoute) -> None:
+@pytest.mark.parametrize(
+    "route", [r for r in rank_routes() if r.speaker is Speaker.INSTANCE], ids=lambda r: str(r.path)
+)
+def test_routes_of_an_instance_are_none_of_a_trainers(route: Route) -> None:
     asking = make_asking()
     said = register(asking, 0, "a.1")
     status, error, message = asking.ask(route.method, route.path, said)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,16 +16,16 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-from fastapi.testclient import TestClient
 from gateway_support import running_gateway
 from spawn_support import free_port
-from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from weightcast.gateway.addresses import CA_VARIABLE
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.control.gateway import Gateway
-from weightcast.gateway.server.app import make_app, scope_of
+from weightcast.gateway.server.app import make_app
 from weightcast.gateway.server.guard import MAX_BODY, MAX_JSON
+from weightcast.gateway.server.routing import Route
 from weightcast.gateway.server.tokens import Access, Throttle, Tokens, make_token
 from weightcast.transfer.errors import InputError, TransferError
 from weightcast.transfer.wire.messages import MSGPACK
@@ -44,18 +46,14 @@ def bearer(token: str) -> dict[str, str]:
 
 def requests() -> Iterator[tuple[Route, str, str]]:
     """Every route with each of its methods and a path."""
-    routes = [route for route in make_app(Gateway("127.0.0.1", 1), TOKENS).routes if isinstance(route, Route)]
+    routes = make_app(Gateway("127.0.0.1", 1), TOKENS).routes
     assert len(routes) > 25
     for route in routes:
-        path = route.path.format(name="p", instance="i", rank=0, epoch=1, side="trainer", version=1)
-        for method in (route.methods or set()) - {"HEAD", "OPTIONS"}:
-            yield route, method, path
+        yield route, route.method, route.path.format(name="p", instance="i", rank=0, epoch=1, side="trainer", version=1)
 
 
 def test_every_route_says_its_scope() -> None:
-    for route, _, path in requests():
-        assert list(getattr(route, "tags", [])) in (["read"], ["worker"], ["operator"]), path
-    scopes = {(method, route.path): scope_of(route) for route, method, _ in requests()}
+    scopes = {(method, route.path): route.access for route, method, _ in requests()}
     assert {path for (method, path), scope in scopes.items() if scope is Access.OPERATOR} == {
         "/pairs/{name}",
         "/pairs/{name}/instances/{instance}",
@@ -77,19 +75,46 @@ def test_every_route_without_a_right_token(headers: dict[str, str]) -> None:
 def test_every_route_with_a_token_of_each_scope(client: TestClient, scope: Access) -> None:
     for route, method, path in requests():
         answer = client.request(method, path, headers=bearer(OF_SCOPE[scope]), content=b"{no json")
-        if scope < scope_of(route):
+        if scope < route.access:
             assert answer.status_code == 403, path
             assert answer.json()["error"] == "AuthorizationError"
-            assert f"needs a token of scope {scope_of(route).name.lower()}" in answer.json()["message"]
+            assert f"needs a token of scope {route.access.name.lower()}" in answer.json()["message"]
         else:
             assert answer.status_code not in (401, 403, 404, 405, 500), (path, answer.text)
 
 
 def test_what_is_no_route(client: TestClient) -> None:
-    for path in ("/", "/docs", "/openapi.json", "/pairs/a/b/c"):
+    for path in ("/", "/docs", "/pairs/a/b/c"):
         assert client.get(path).status_code == 401, "nobody learns what there is without a token"
         assert client.get(path, headers=bearer(TOKENS.read)).status_code == 404
-    assert client.patch("/pairs", headers=bearer(TOKENS.read)).status_code == 405
+    answer = client.patch("/pairs/a", headers=bearer(TOKENS.read))
+    assert (answer.status_code, answer.json()["message"]) == (
+        405,
+        "PATCH /pairs/a: Method Not Allowed; it has DELETE, GET, PUT",
+    )
+
+
+def test_an_answer_that_fails_is_told_in_one_line(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gateway, "pair", lambda *_: 1 / 0)
+    answer = client.get("/pairs/p", headers=bearer(TOKENS.read))
+    assert (answer.status_code, answer.json()["error"]) == (500, "ControlError")
+    assert answer.json()["message"] == "GET /pairs/p: the gateway failed; its log says over what"
+
+
+def test_the_document_tells_of_every_route(client: TestClient, root: Path) -> None:
+    """`make openapi` writes the copy that is kept."""
+    assert client.get("/openapi.json").status_code == 401
+    document = client.get("/openapi.json", headers=bearer(TOKENS.read)).json()
+    assert document == json.loads((root / "docs" / "generated" / "openapi.json").read_text())
+    for route, method, _ in requests():
+        operation = document["paths"][route.path][method.lower()]
+        assert operation["summary"].endswith("."), f"{method} {route.path} needs a docstring"
+        assert operation["tags"] == [route.access.name.lower()]
+        named = {parameter["name"] for parameter in operation["parameters"] if parameter["in"] == "path"}
+        assert all(f"{{{name}}}" in route.path for name in named)
+        assert ("requestBody" in operation) == (route.body is not None)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
 
 
 @pytest.mark.parametrize(

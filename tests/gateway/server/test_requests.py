@@ -1,4 +1,4 @@
-"""Requests past the framework: what is found, and what is refused before anyone is asked."""
+"""Routes that are found, and requests that are refused before anyone is asked."""
 
 from __future__ import annotations
 
@@ -10,19 +10,30 @@ import pytest
 
 from weightcast.gateway.server.bodies import RendezvousBody
 from weightcast.gateway.server.guard import MAX_JSON
-from weightcast.gateway.server.requests import Asked, HotRoute, HotRoutes, Reply, Speaker, json_reply
+from weightcast.gateway.server.requests import Reply, Request, json_reply
+from weightcast.gateway.server.routing import Route, RouteTable, Speaker
+from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.errors import InputError
 
 
-async def nothing(_: Asked) -> Reply:
+async def nothing(_: Request) -> Reply:
     return json_reply({})
 
 
+RANK = (Access.WORKER, Speaker.ANYBODY, nothing)
 ROUTES = [
-    HotRoute("GET", "/pairs/{name}/orders", Speaker.ANYBODY, nothing),
-    HotRoute("GET", "/pairs/{name}/instances/{instance}/orders", Speaker.ANYBODY, nothing),
-    HotRoute("POST", "/pairs/{name}/instances/{instance}/{epoch}/{side}/{rank}/joined", Speaker.ANYBODY, nothing),
-    HotRoute("GET", "/pairs/{name}/instances/{instance}/{epoch}/parts/{side}/{rank}", Speaker.ANYBODY, nothing),
+    Route("GET", "/pairs/{name}/orders", *RANK),
+    Route("GET", "/pairs/{name}/instances/{instance}/orders", *RANK),
+    Route(
+        "POST",
+        "/pairs/{name}/instances/{instance}/{epoch}/{side}/{rank}/joined",
+        Access.WORKER,
+        Speaker.ANYBODY,
+        nothing,
+    ),
+    Route(
+        "GET", "/pairs/{name}/instances/{instance}/{epoch}/parts/{side}/{rank}", Access.WORKER, Speaker.ANYBODY, nothing
+    ),
 ]
 
 
@@ -52,25 +63,28 @@ ROUTES = [
 )
 def test_routes_are_found(method: str, path: str, found: tuple[int, dict[str, str]] | None) -> None:
     scope: dict[str, Any] = {"method": method, "path": path}
-    app = HotRoutes(ROUTES).find(scope)
+    route = RouteTable(ROUTES).find(scope)
     if found is None:
-        assert app is None
+        assert route is None
     else:
-        assert (app, scope["path_params"]) == (ROUTES[found[0]].answer, found[1])
+        assert (route, scope["path_params"]) == (ROUTES[found[0]], found[1])
 
 
 def test_routes_that_cannot_be_told_apart() -> None:
-    with pytest.raises(ValueError, match="two hot routes"):
-        HotRoutes([*ROUTES, HotRoute("GET", "/groups/{name}/orders", Speaker.ANYBODY, nothing)])
+    with pytest.raises(ValueError, match="two routes"):
+        RouteTable([*ROUTES, Route("GET", "/groups/{name}/orders", *RANK)])
 
 
-def asked(query: str = "", *messages: MutableMapping[str, Any]) -> Asked:
+NAMES = {"after", "known", "flag", "wait", "empty", "none"}
+
+
+def asked(query: str = "", *messages: MutableMapping[str, Any]) -> Request:
     left = list(messages)
 
     async def receive() -> MutableMapping[str, Any]:
         return left.pop(0)
 
-    return Asked({"rank": "3", "epoch": "x"}, query.encode(), receive)
+    return Request({"rank": "3", "epoch": "x"}, query.encode(), receive, parameters=NAMES)
 
 
 def test_what_a_query_says() -> None:
@@ -99,6 +113,11 @@ def test_what_a_query_may_not_say(query: str, ask: Any, message: str) -> None:
     with pytest.raises(InputError) as refused:
         ask(asked(query))
     assert str(refused.value).startswith(message) or message in str(refused.value)
+
+
+def test_a_parameter_that_no_document_tells_of_cannot_be_read() -> None:
+    with pytest.raises(AssertionError, match="the route does not declare 'secret'"):
+        asked("secret=1").text("secret")
 
 
 def test_bodies_come_in_pieces_or_not_at_all() -> None:

@@ -1,0 +1,99 @@
+"""OpenAPI document of the gateway, made from the table of routes: for controllers in other languages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from weightcast import __version__
+from weightcast.gateway.incarnations import HEADER
+from weightcast.gateway.server.requests import Reply, Request, json_reply
+from weightcast.gateway.server.routing import WAIT, Route, Routes, Speaker
+from weightcast.gateway.server.tokens import Access
+from weightcast.transfer.wire.messages import MSGPACK
+
+__all__ = ["add_document", "document_of"]
+
+_REFS = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error", "message"],
+    "properties": {"error": {"type": "string"}, "message": {"type": "string"}},
+}
+_NUMBERS = {"rank", "epoch", "version"}
+_INCARNATION = f"header {HEADER} says which incarnation a trainer rank is: RANK/GENERATION/BOOT/START as registered"
+
+
+def add_document(routes: Routes) -> None:
+    """Adds the route that serves the document. It tells of itself as well."""
+    encoded: list[Reply] = []
+
+    @routes.add("GET", "/openapi.json", Access.READ)
+    async def openapi(_: Request) -> Reply:
+        """This document."""
+        if not encoded:
+            encoded.append(json_reply(document_of(routes.added)))
+        return encoded[0]
+
+
+def document_of(routes: Sequence[Route]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of `routes`, as it is served and kept in docs/generated/openapi.json."""
+    bodies = {route.body for route in routes if isinstance(route.body, type) and issubclass(route.body, BaseModel)}
+    models = sorted(bodies, key=lambda model: model.__name__)
+    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REFS)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in sorted(routes, key=lambda route: route.path):
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "weightcast gateway", "version": __version__},
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas.get("$defs", {}), "Error": _ERROR},
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", route.path)
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": _schema_of(name)} for name in names
+    ]
+    for name, schema, meaning in route.query:
+        parameters.append({"name": name, "in": "query", "schema": schema, "description": meaning})
+    if route.speaker in (Speaker.TRAINER, Speaker.SIDE):
+        described = {"name": HEADER, "in": "header", "schema": {"type": "string"}, "description": _INCARNATION}
+        parameters.append({**described, "required": route.speaker is Speaker.TRAINER})
+    responses: dict[str, Any] = {
+        "200": {"description": "success", "content": {kind: {} for kind in route.kinds}},
+        "default": {
+            "description": "refused: the class of the error and one line",
+            "content": {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}},
+        },
+    }
+    if WAIT in route.query:
+        responses["204"] = {"description": "nothing yet: ask again"}
+    operation: dict[str, Any] = {"summary": route.summary, "tags": [route.access.name.lower()]}
+    operation["description"] = f"Asked by {route.speaker.value}; needs a token of scope {route.access.name.lower()}."
+    operation |= {"parameters": parameters, "responses": responses}
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(route.body)}
+    return operation
+
+
+def _schema_of(name: str) -> dict[str, Any]:
+    if name in _NUMBERS:
+        return {"type": "integer", "minimum": 0}
+    return {"enum": ["trainer", "instance"]} if name == "side" else {"type": "string"}
+
+
+def _content(body: type[BaseModel] | type[bytes]) -> dict[str, Any]:
+    if issubclass(body, BaseModel):
+        return {"application/json": {"schema": {"$ref": _REFS.format(model=body.__name__)}}}
+    return {MSGPACK: {"schema": {"type": "string", "format": "binary"}}}
