@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.boxes.columns import lex_sort, starts_of
-from weightcast.transfer.planner.holders import deal, pool_sets
+from weightcast.transfer.planner.assign import deal
+from weightcast.transfer.planner.holders import pool_sets
 
 __all__ = ["DIRECT", "SHAPES", "RelayGroups", "depths"]
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.plan.operations import TRAINER, Kind
-from weightcast.transfer.planner.holders import Sources, deal_boxes
+from weightcast.transfer.planner.assign import deal_boxes
+from weightcast.transfer.planner.holders import Sources
 from weightcast.transfer.planner.locality import Reach
 from weightcast.transfer.planner.relay_trees import DIRECT, SHAPES, RelayGroups, depths
 from weightcast.transfer.planner.topology import Hosts, Link, Topology, link_bytes, link_seconds

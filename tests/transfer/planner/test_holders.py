@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.transfer.boxes.slices import between_slices, boxes_of_runs
-from weightcast.transfer.planner.holders import deal, deal_boxes, pool_sets
+from weightcast.transfer.planner.assign import deal, deal_boxes
+from weightcast.transfer.planner.holders import pool_sets
 from weightcast.transfer.planner.locality import same_host_first
 from weightcast.transfer.planner.waterfill import Pools
 
