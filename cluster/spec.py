@@ -194,6 +194,9 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
     gateway = _table(GatewaySpec, "[gateway]", document.get("gateway", {}))
     ray_table = document.get("ray", {})
     _known("[ray]", ray_table, ("address",))
+    address = ray_table.get("address", "auto")
+    if not isinstance(address, str):
+        raise InputError(f"[ray]: address is {address!r}, expected text")
     settings = document.get("settings", {})
     Settings.given(settings)
     topology = document.get("topology")
@@ -202,7 +205,7 @@ def _spec(document: dict[str, Any]) -> ClusterSpec:
     pair, commit = document["pair"], document.get("commit", "each")
     if not isinstance(pair, str) or not pair or commit not in ("each", "all"):
         raise InputError(f"pair is {pair!r} and commit {commit!r}, expected a name, and 'each' or 'all'")
-    return ClusterSpec(pair, trainer, instances, gateway, ray_table.get("address", "auto"), commit, settings, topology)
+    return ClusterSpec(pair, trainer, instances, gateway, address, commit, settings, topology)
 
 
 def _topology(table: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weightcast.transfer.errors import TransferError
@@ -71,25 +71,24 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(client: GatewayClient, seconds: float, as_json: bool) -> None:
-    """Shows the pairs anew until Ctrl-C. The tables stay while the gateway is gone, with a line that says so."""
+    """Shows the pairs anew until Ctrl-C. While the gateway is gone they stay as they were last, with the reason."""
     from rich.live import Live
 
     with suppress(KeyboardInterrupt):
-        pairs = client.status()  # a wrong address or token ends the command here
-        if as_json:
+        pairs, trouble = client.status(), ""  # a wrong address or token ends the command here
+        live = None if as_json else Live(_shown(pairs), auto_refresh=False, vertical_overflow="visible")
+        with live or nullcontext():
             while True:
-                print(json.dumps({"pairs": pairs}), flush=True)
-                time.sleep(seconds)
-                pairs = client.status()
-        with Live(_shown(pairs), auto_refresh=False, vertical_overflow="visible") as display:
-            while True:
+                if live is None:
+                    print(json.dumps({"pairs": pairs, **({"trouble": trouble} if trouble else {})}), flush=True)
+                else:
+                    live.update(_shown(pairs, trouble), refresh=True)
                 time.sleep(seconds)
                 trouble = ""
                 try:
                     pairs = client.status()
                 except TransferError as error:
                     trouble = f"as it was last: {error}"
-                display.update(_shown(pairs, trouble), refresh=True)
 
 
 def _shown(pairs: list[dict[str, Any]], trouble: str = "") -> Group:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -160,6 +161,28 @@ def test_status_is_watched_as_json(gateway: str) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts) as process:
         assert process.stdout is not None
         assert [list(json.loads(process.stdout.readline())) for _ in range(2)] == [["pairs"]] * 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+def test_status_that_is_watched_as_json_outlives_the_gateway() -> None:
+    port = free_port()
+    with ExitStack() as stack:
+        with running_gateway(port=port) as (url, token):
+            command = [sys.executable, "-m", "weightcast", "status", "--gateway", url, "--json", "--watch", "0.1"]
+            environment = {**os.environ, TOKEN_VARIABLE: token}
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, text=True, env=environment, preexec_fn=_heed_interrupts
+                )
+            )
+            stack.callback(process.kill)
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline()) == {"pairs": []}
+        while "trouble" not in (shown := json.loads(process.stdout.readline())):
+            assert shown == {"pairs": []}
+        assert shown["pairs"] == []
+        assert shown["trouble"].startswith("as it was last: gateway http://127.0.0.1:")
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 

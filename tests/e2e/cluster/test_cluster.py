@@ -191,6 +191,7 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
     [
         (('pair = "main"', ""), "'pair' is missing"),
         (("ranks = 2", 'ranks = "2"'), "[trainer]: ranks is '2', expected a whole number"),
+        (('address = "auto"', "address = 3"), "[ray]: address is 3, expected text"),
         (("ranks = 2", "ranks = 0"), "ranks and world_size must be 1 or more"),
         (("world_size = 1", "world_size = true"), "[[instance]]: world_size is True, expected a whole number"),
         (("entry =", "enter ="), "[trainer]: enter are not known; known are ranks, entry, checkpoint, backend"),
