@@ -1,5 +1,11 @@
-"""A pair on a Ray cluster: gateway, engines and trainer ranks as its processes.
+"""A pair on a Ray cluster: gateway, engines and trainer ranks as its actors.
 
-`spec` reads the cluster file, and `launch` brings a cluster to it and takes it back. `ray_actors` has the actors of
-engines and ranks, and `trainer_ranks` drives those of the trainer.
+- `spec`: the cluster file in TOML, read and checked
+- `launch`: bring-up of all that a cluster file describes, and take-down
+- `placement_group`: placement group of Ray for the trainer's ranks
+- `trainer_ranks`: the trainer's ranks from outside: started, updated, begun anew after a restart
+- `trainer_rank`: body of one trainer rank: describe, connect, update
+- `ray_actors`: classes of the actors that hold an engine's server or a trainer rank
+- `processes`: child processes on one host: started with a log, waited for, ended
+- `die_with_parent`: wrapper that ends a command when its parent is gone
 """

@@ -1,4 +1,11 @@
-"""Commands of the command line, one module each: its function `add` adds the parser.
+"""Commands of the command line, one module each, whose function `add` adds the parser.
 
-`cluster` has three commands: `up`, `down` and `update`. `outcome` prints an update for those that make one.
+- `cluster`: `weightcast up`, `down` and `update`
+- `demo`: `weightcast demo`
+- `gateway`: `weightcast gateway`
+- `inspect`: `weightcast inspect`
+- `load`: `weightcast load`
+- `outcome`: output of an update, for the commands that make one
+- `plan`: `weightcast plan`
+- `status`: `weightcast status`, and the option `--gateway` that others share
 """

@@ -1,1 +1,14 @@
-"""Who moves it when: the control plane."""
+"""Control plane of the transfer: a gateway tells ranks when to connect, and which version to send.
+
+- `control`: the gateway itself: pairs, instances, connects and updates
+- `layouts`: layouts of whole sides: merged, checked, inspected, and their digests compared
+- `server`: the HTTP server around the gateway
+- `client`: HTTP client of the gateway, for ranks, training loops and commands
+- `ranks`: workers on the ranks of trainer and instances, which follow the gateway's orders
+- `colocated`: cycle of a run in which trainer and engines share devices
+- `records`: records of pairs, engines, orders and updates, which both ends share
+- `settings`: every deadline, interval and limit of the control plane, with its default
+- `incarnations`: processes that register as trainer ranks, and those of them that are believed
+- `addresses`: checks of URLs, and the certificates to trust
+- `ray_address`: `ray://NAME`, the address of a gateway that is an actor of Ray
+"""

@@ -1,4 +1,4 @@
-"""Addresses that people hand in, checked before anyone connects to them, and whom to trust behind them."""
+"""Addresses that people hand in: checked before anyone connects, with the certificates to trust behind them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CA_VARIABLE = "WEIGHTCAST_CA"
 
 
 def check_url(whose: str, url: str, of: str) -> None:
-    """Raises InputError unless `url` is http or https with a host; `of` says of what, `whose` stands first."""
+    """Raises InputError unless `url` is http or https with a host. `whose` opens the message, `of` names the server."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -29,7 +29,7 @@ def check_url(whose: str, url: str, of: str) -> None:
 
 
 def transport_to(url: str) -> httpx.BaseTransport | None:
-    """How a gateway at `url` is reached, None for HTTP. Raises InputError for another address than http, https, ray."""
+    """Transport to a gateway at `url`, None for HTTP. Raises InputError for another address than http, https, ray."""
     if not url.startswith("ray://"):
         check_url("gateway ", url, "the gateway")
         return None
@@ -39,7 +39,7 @@ def transport_to(url: str) -> httpx.BaseTransport | None:
 
 
 def trusted(url: str) -> ssl.SSLContext | bool:
-    """How the certificate of `url` is checked, as httpx wants it: by the file that WEIGHTCAST_CA names, if it does.
+    """Value of httpx's `verify` for `url`: for https the certificates that WEIGHTCAST_CA names, else True.
 
     Raises InputError for a file that cannot be read.
     """

@@ -1,9 +1,10 @@
-"""Client of the gateway's HTTP shell, for ranks, drivers of a training loop, and the command line.
+"""Client of the gateway's HTTP server, for ranks, drivers of a training loop, and the command line.
 
-Blocking, because the ranks that use it are. Long polls are asked again until the caller's deadline. An error that the
-gateway answers is raised here as the same class with the same message. A gateway that has answered before is asked
-again for a while when it does not: it may be starting anew, and every request can be made twice. Whether connections
-are refused or packets vanish, that while is the same.
+Its calls block, because the ranks that use it do. Long polls are repeated until the caller's deadline. An error that
+the gateway answers is raised here as the same class with the same message.
+
+A gateway that has answered before, and does not now, may be starting anew. So it is asked again for a while, because
+every request can be made twice. That while is the same when connections are refused and when packets vanish.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
 _ONCE = 1.0
-"""Seconds that one attempt may take of a gateway that has been gone for longer than `outage`."""
+"""Seconds that one attempt may take to reach a gateway that has been gone for longer than `outage`."""
 
 
 class Orders(NamedTuple):
-    """Orders of an instance, which life of the pair gave them (`Pair.boot`), and how many it has given."""
+    """Orders of an instance, the life of the pair that gave them (`Pair.boot`), and the number of all so far."""
 
     orders: list[Order]
     boot: str
@@ -67,13 +68,14 @@ class Registered(NamedTuple):
 
 
 class GatewayClient:
-    """`GatewayClient("http://127.0.0.1:8900")`; the token comes from WEIGHTCAST_TOKEN unless given.
+    """Connection to a gateway: `GatewayClient("http://127.0.0.1:8900")`. WEIGHTCAST_TOKEN has the token unless given.
 
-    Within a Ray cluster the address may be `ray://NAME` of a gateway's actor.
-    `identity` stands for the process of a rank of an instance, and goes with all it asks.
-    `outage` is for how many seconds a gateway that has answered before is asked again, counted from the moment when it
-    was lost, over all calls until `begin`; `timeout` is how long one that has not may take to answer. Methods raise
-    what the gateway answered, or TransferError when it cannot be reached.
+    Within a Ray cluster the address may be `ray://NAME` of a gateway's actor. Methods raise what the gateway answered,
+    or TransferError when it cannot be reached.
+
+    `identity` stands for the process of an instance's rank, and goes with every request. `outage` is for how many
+    seconds a gateway that has answered before is asked again. They count from the moment when it was lost, over all
+    calls until `begin`. `timeout` is the number of seconds that one which has not answered before may take.
     `incarnation` is that of the trainer rank which this client has registered, or speaks for: every request says it.
     """
 
@@ -110,16 +112,16 @@ class GatewayClient:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections to the gateway."""
         self._client.close()
 
     @property
     def lost(self) -> bool:
-        """Whether the last request found nobody."""
+        """True if the last request got no answer."""
         return self._lost is not None
 
     def begin(self) -> None:
-        """Something new begins: a gateway that was lost before is looked for as long as one that is lost now."""
+        """Starts the seconds of `outage` anew, also for a gateway that was lost before."""
         self._lost = None
 
     @property
@@ -128,35 +130,35 @@ class GatewayClient:
 
     @property
     def _longest_poll(self) -> float:
-        """Seconds of a long poll, so that its answer is late before `outage` is over."""
+        """Seconds of a long poll, so short that a late answer shows before `outage` is over."""
         return min(POLL, self._patience / 2)
 
     def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
-        begun = time.monotonic()
+        start = time.monotonic()
         if (incarnation := self.incarnation) is not None:
             request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
-            asked = time.monotonic()
-            lost = self._lost if self.outage and self._reached else None
-            until = (begun if lost is None else lost) + self._patience
-            if lost is not None and "wait" in request.get("params", {}):
-                request["params"] = {**request["params"], "wait": 0.0}  # first whether there is anybody
+            asked_at = time.monotonic()
+            outage_start = self._lost if self.outage and self._reached else None
+            deadline = (start if outage_start is None else outage_start) + self._patience
+            if outage_start is not None and "wait" in request.get("params", {}):
+                request["params"] = {**request["params"], "wait": 0.0}  # first see if anybody answers
             try:
-                response = self._client.request(method, path, timeout=max(until - asked, _ONCE), **request)
+                response = self._client.request(method, path, timeout=max(deadline - asked_at, _ONCE), **request)
             except httpx.HTTPError as error:
                 now = time.monotonic()
-                # A connection that breaks tells the moment; silence may have begun when it was asked.
-                since = self._lost or (asked if isinstance(error, httpx.TimeoutException) else now)
-                self._lost = since
-                if now >= since + (self.outage if self._reached else 0.0):
+                # A broken connection shows when it broke; silence may have begun with the request.
+                lost_at = self._lost or (asked_at if isinstance(error, httpx.TimeoutException) else now)
+                self._lost = lost_at
+                if now >= lost_at + (self.outage if self._reached else 0.0):
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from error
             else:
                 self._lost = None
-                # A neighbour with a wrong token makes the gateway deaf for some seconds; or it is stopping.
-                again = self.outage if self._reached else 0.0
-                if response.status_code not in _LATER or time.monotonic() >= begun + again:
+                # Wrong tokens from this address make the gateway deaf for some seconds; or it is stopping.
+                retry_seconds = self.outage if self._reached else 0.0
+                if response.status_code not in _LATER or time.monotonic() >= start + retry_seconds:
                     break
             time.sleep(_AGAIN)
         self._reached = True
@@ -167,12 +169,12 @@ class GatewayClient:
     def _poll(
         self, path: str, deadline: float, what: str, *, method: str = "GET", json: object = None, **parameters: str
     ) -> httpx.Response:
-        """Long-polls until the answer is not 204. `deadline` is a `time.monotonic()`."""
+        """Long-polls until the answer is not 204. Raises DeadlineError after `deadline`, a `time.monotonic()`."""
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
                 raise DeadlineError(f"gateway {self.url}: {what} did not come in time")
-            params = {"wait": min(self._longest_poll, left), **parameters}
+            params = {"wait": min(self._longest_poll, seconds), **parameters}
             response = self._call(method, path, params=params, json=json)
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
@@ -190,12 +192,13 @@ class GatewayClient:
         verify: str = "full",
         topology: Mapping[str, Any] | None = None,
     ) -> None:
-        """Creates a pair. `instances` maps names to `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
-        "backend": ..}`; `settings` are those of `Settings`, `commit` is "each" or "all": who gets a version.
-        `bucket_bytes` bounds the memory that a rank takes to pack and unpack; `verify` is "full", "sampled" or "off".
-        `topology` are the fields of `Topology`, at least `{"nic_gbps": ..}`: then ranks of an instance pass on to each
-        other what they receive alike, where that is faster. An engine's record may have the other fields of
-        `EngineSpec` as well: "hold", "non_finite" and "allow_non_finite".
+        """Creates a pair.
+
+        `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
+        "backend": ..}`, perhaps with "hold", "non_finite" and "allow_non_finite". `settings` are fields of `Settings`.
+        `commit` says who gets a version, "each" or "all". `bucket_bytes` bounds the memory that a rank takes to pack
+        and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
+        ..}`. With it ranks of an instance pass on to each other what they receive alike, where that is faster.
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
         body |= {"commit": commit, "verify": verify}
@@ -212,7 +215,7 @@ class GatewayClient:
         self._call("DELETE", f"/pairs/{pair}")
 
     def join_instance(self, pair: str, instance: str, engine: Mapping[str, Any]) -> None:
-        """Adds an instance to a pair at run time; `engine` as in `create_pair`. The next update brings it up."""
+        """Adds an instance to a pair at run time, with `engine` as in `create_pair`. The next update brings it up."""
         self._call("PUT", f"/pairs/{pair}/instances/{instance}", json=dict(engine))
 
     def leave_instance(self, pair: str, instance: str) -> None:
@@ -224,7 +227,7 @@ class GatewayClient:
         return list(self._call("GET", "/pairs").json()["pairs"])
 
     def pair_status(self, pair: str) -> dict[str, Any]:
-        """One pair."""
+        """One pair as the gateway reports it."""
         return dict(self._call("GET", f"/pairs/{pair}").json())
 
     def settings(self, pair: str) -> dict[str, float]:
@@ -236,7 +239,7 @@ class GatewayClient:
         return dict(self._call("GET", f"/pairs/{pair}/instances/{instance}/inspect").json())
 
     def inspect_text(self, pair: str, instance: str) -> str:
-        """The same for people."""
+        """The inspection of an instance as text for people."""
         return self._call("GET", f"/pairs/{pair}/instances/{instance}/inspect", params={"text": True}).text
 
     def start_connect(self, pair: str) -> None:
@@ -244,10 +247,10 @@ class GatewayClient:
         self._call("POST", f"/pairs/{pair}/connect")
 
     def offer(self, pair: str, rank: int, version: int, deadline: float) -> str | None:
-        """Says that a trainer rank is ready to send a version; the first rank's offer starts the update. Returns which
-        life of the pair has taken it; None when it does not know the rank, as after a restart: register first.
+        """Says that a trainer rank is ready to send a version; the first rank's offer starts the update.
 
-        An update that this rank has given up ends first.
+        Returns the life of the pair that took the offer. None means that the rank is not known, as after a restart:
+        register first. An update that this rank has given up ends before.
         """
         path, body = f"/pairs/{pair}/trainer/{rank}/offers", {"version": version}
         try:
@@ -257,15 +260,15 @@ class GatewayClient:
         return str(answer["boot"])
 
     def begun(self, pair: str, version: int, known: str, deadline: float) -> tuple[list[str], int]:
-        """The instances of an update, and the number of the first order for it; waits for it to begin. No instances
-        when the update is over. `known` is what `offer` has returned.
+        """Waits for an update to begin. Returns its instances, none when it is over, and the number of its first order.
+        `known` is what `offer` has returned.
         """
         path = f"/pairs/{pair}/updates/{version}/instances"
-        found = self._poll(path, deadline, f"the beginning of version {version}", known=known).json()
-        return list(found["instances"]), int(found["first_order"])
+        answer = self._poll(path, deadline, f"the beginning of version {version}", known=known).json()
+        return list(answer["instances"]), int(answer["first_order"])
 
     def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
-        """Orders for all instances of a pair, for the trainer; else like `orders`."""
+        """Orders for all instances of a pair, for the trainer; otherwise like `orders`."""
         return self._orders(f"/pairs/{pair}/orders", after, wait, known)
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
@@ -273,7 +276,7 @@ class GatewayClient:
         return _orders_of(self._call("GET", path, params=params).json())
 
     def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
-        """How the update ended on each instance; waits for it."""
+        """Waits for the end of an update. Returns its record for each instance."""
         path, what = f"/pairs/{pair}/updates/{version}", f"the result of version {version}"
         return dict(self._poll(path, deadline, what, known=known).json())
 
@@ -285,8 +288,10 @@ class GatewayClient:
     def register_trainer(
         self, pair: str, report: RankReport, start: str = "", *, resumes: bool = False, takeover: bool = False
     ) -> Registered:
-        """Registers a trainer rank, whose incarnation is that of this client from then on. The last three:
-        `Pair.register_trainer`; another start each time unless given.
+        """Registers a trainer rank; from then on its incarnation is that of this client.
+
+        `start`, `resumes` and `takeover` are those of `Pair.register_trainer`. Without `start` every call is another
+        start.
         """
         path, start = f"/pairs/{pair}/trainer/{report.rank}/report", start or uuid.uuid4().hex
         params: dict[str, Any] = {"start": start, "pid": os.getpid(), "resumes": resumes, "takeover": takeover}
@@ -310,9 +315,10 @@ class GatewayClient:
         uncommitted: bool = False,
         followed: int = 0,
     ) -> tuple[bool, str]:
-        """Registers a rank of an instance for one epoch, with what it says of its memory: `Holding`. `followed` is the
-        generation of the trainer that has written that memory last. Returns whether it holds the committed version, and
-        the uid of the pair.
+        """Registers a rank of an instance for one epoch, with its account of its memory: see `Holding`. `followed` is
+        the generation of the trainer that has written that memory last.
+
+        Returns True if the rank holds the committed version, and the uid of the pair.
         """
         path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
         params: dict[str, Any] = {"of": of, "uncommitted": uncommitted, "followed": followed}
@@ -323,8 +329,8 @@ class GatewayClient:
         return bool(answer["committed"]), str(answer["uid"])
 
     def beat(self, path: str, identity: str) -> int | None:
-        """Says that a rank lives: `path` is "trainer/RANK" or "instances/INSTANCE/ranks/RANK" behind the pair. Returns
-        `Instance.running` for the rank of one.
+        """Says that a rank lives. `path` is "PAIR/trainer/RANK" or "PAIR/instances/INSTANCE/ranks/RANK". Returns
+        `Instance.running` for a rank of an instance, None for one of the trainer.
         """
         answer = self._call("POST", f"/pairs/{path}/beat", json={"identity": identity}).json()
         return None if answer.get("running") is None else int(answer["running"])
@@ -334,22 +340,22 @@ class GatewayClient:
         self._call("POST", f"/pairs/{pair}/instances/{instance}/ranks/{rank}/restarted")
 
     def part(self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float) -> RankPart:
-        """A rank's part of the plan; waits for the plan."""
+        """Waits for the plan, and returns a rank's part of it."""
         path = f"{self._base(pair, instance, epoch)}/parts/{side}/{rank}"
         return wire.decode_part(self._poll(path, deadline, f"the part of {side} rank {rank} for {instance}").content)
 
     def set_rendezvous(self, pair: str, instance: str, epoch: int, side: str, rank: int, host: str, port: int) -> None:
-        """Says where the first member of a communicator listens, which this rank is."""
+        """Says that this rank, the first member of a communicator, listens at `host` and `port`."""
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/rendezvous"
         self._call("PUT", path, json={"host": host, "port": port})
 
     def rendezvous(
         self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float
     ) -> tuple[str, int]:
-        """Where to join; waits until somebody listens."""
+        """Waits until the first member of a communicator listens. Returns its host and port."""
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/rendezvous"
-        found = self._poll(path, deadline, f"the rendezvous of {instance}").json()
-        return str(found["host"]), int(found["port"])
+        answer = self._poll(path, deadline, f"the rendezvous of {instance}").json()
+        return str(answer["host"]), int(answer["port"])
 
     def joined(self, pair: str, instance: str, epoch: int, side: str, rank: int) -> None:
         """Says that a member of a communicator has joined."""
@@ -358,7 +364,7 @@ class GatewayClient:
     def fail(
         self, pair: str, instance: str, epoch: int, side: str, rank: int, error: BaseException, *, uid: str = ""
     ) -> None:
-        """Says what stopped a rank, so that nobody waits for it. `uid` is that of the pair which it registered with."""
+        """Says what stopped a rank, so that nobody waits for it. `uid` is that of the pair with which it registered."""
         name = type(error).__name__
         message = " ".join(str(error).split())[:9_000]
         if name not in errors.__all__:
@@ -370,7 +376,7 @@ class GatewayClient:
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.
 
-        `known` is the life of the pair that numbered them: another one answers at once, without orders.
+        `known` is the life of the pair that numbered them: another life answers at once, without orders.
         """
         return self._orders(f"/pairs/{pair}/instances/{instance}/orders", after, wait, known)
 
@@ -384,8 +390,8 @@ class GatewayClient:
         layers: list[int] | None,
         deadline: float,
     ) -> tuple[int, Order]:
-        """Reports a rank's check before the transfer, see `Instance.ready`. Waits for the next order, RUN, or END when
-        the update was called off, and returns its number with it.
+        """Reports a rank's check before the transfer, see `Instance.ready`. Waits for the next order: RUN, or END when
+        the update was called off. Returns the number of the order, and the order.
         """
         base = self._base(pair, instance, epoch)
         wait = max(0.0, min(self._longest_poll, deadline - time.monotonic()))
@@ -415,8 +421,8 @@ class GatewayClient:
         after: int | None = None,
         known: str = "",
     ) -> Orders | None:
-        """Reports the digests of a rank, those of a trainer rank's `first` pass or of its second. With `after` it waits
-        like `orders`, up to POLL seconds.
+        """Reports the digests of a rank: of a trainer rank's `first` pass or of its second. With `after` it waits for
+        orders like `orders`, up to POLL seconds, and returns them.
         """
         path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
         params: dict[str, Any] = {"version": version, "first": first}
@@ -432,7 +438,7 @@ def _orders_of(answer: dict[str, Any]) -> Orders:
 
 
 def _error_of(response: httpx.Response, what: str) -> WeightcastError:
-    """What the gateway refused a request with, as the error that it raised."""
+    """The error that the gateway raised, from its answer; ControlError for an answer that names none."""
     try:
         answer = response.json()
     except ValueError:

@@ -1,14 +1,14 @@
-"""Which processes the ranks of a trainer are, and which of them are believed. Pure: no waits, no I/O.
+"""Processes of a trainer's ranks, and which of them are believed. Pure: no waits, no I/O.
 
 A trainer rank gets its incarnation when it registers, and everything that it says afterwards carries it. Of each rank
 one process is believed: the one that registered last. Another process that registers for the rank displaces it for
-good, also if it registers again, unless it takes over. A generation is one start of the whole trainer: a rank that
-starts again begins another one, which every rank has to join by registering.
+good. The displaced one is refused also when it registers again, unless it takes over. A generation is one start of the
+whole trainer. A rank that starts again begins another one, which every rank has to join by registering.
 
-A gateway that was restarted without its state knows of no process. Then ranks say of which generation they were, and
-the greatest wins; a process that registers for the first time is greater than all of them. Ranks of instances say which
-generation they have followed, so that an older one does not come back. Numbers of generations grow with the clock: the
-next life of the gateway gives no smaller ones.
+A gateway that was restarted without its state knows of no process. Then ranks name the generation that they were of,
+and the greatest wins. A process that registers for the first time is greater than all of them. Ranks of instances name
+the generation that they have followed, so that an older one does not come back. Numbers of generations grow with the
+clock: the next life of the gateway gives no smaller ones.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from weightcast.transfer.errors import DisplacedError, InputError, PairStateErro
 __all__ = ["HEADER", "KEPT", "Admission", "Incarnation", "Incarnations", "Standing", "TrainerProcess", "process_of"]
 
 HEADER = "Weightcast-Incarnation"
-"""Header of a request in which a trainer rank says which incarnation it is."""
+"""Header of a request with the incarnation of the trainer rank that makes it."""
 KEPT = 1000
-"""How many displaced processes of a pair are known by name; those before them are refused all the same."""
+"""Number of displaced processes of a pair that are known by name; those before them are refused all the same."""
 _FOR_CERTAIN = math.inf
 """The claim of a process that this gateway, or its state file, has seen take its rank."""
 
 
 class Incarnation(NamedTuple):
-    """One start of a trainer rank: in which generation of the trainer, given by which start of the gateway.
+    """One start of a trainer rank, in a generation of the trainer; `boot` is the start of the gateway that gave it.
 
     `start` is "PROCESS.N" for connect number N of a process, where PROCESS is an identity of its own.
     """
@@ -47,7 +47,7 @@ class Incarnation(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Incarnation:
-        """The incarnation that a header tells. Raises InputError."""
+        """The incarnation that a header names. Raises InputError for any other text."""
         parts = text.split("/")
         if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts[:2]):
             return cls(int(parts[0]), int(parts[1]), *parts[2:])
@@ -55,13 +55,13 @@ class Incarnation(NamedTuple):
 
 
 def process_of(start: str) -> str:
-    """The process that a start is of."""
+    """Identity of the process that a start belongs to."""
     return start.rpartition(".")[0] or start
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerProcess:
-    """A process that registered for a rank: its last start, where it runs, and when it registered (seconds since 1970).
+    """A process that registered for a rank: its last start, its host and number, and the time (seconds since 1970).
 
     `claim` is the generation that it says it was of, to a gateway that has no record of it.
     """
@@ -79,20 +79,22 @@ class TrainerProcess:
         return process_of(self.start)
 
     def __str__(self) -> str:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.registered))
-        return f"trainer rank {self.rank}, process {self.pid} on {self.host or 'an unnamed host'} (registered {at} UTC)"
+        date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.registered))
+        return (
+            f"trainer rank {self.rank}, process {self.pid} on {self.host or 'an unnamed host'} (registered {date} UTC)"
+        )
 
 
 class Standing(NamedTuple):
-    """A process, and the one that has displaced it, None for one that is believed."""
+    """A process, and the one that has displaced it; None for one that is believed."""
 
     process: TrainerProcess
     by: TrainerProcess | None = None
 
 
 class Admission(NamedTuple):
-    """Outcome of a registration: whether the trainer starts anew by it, who stands otherwise than before, and the
-    identities of displaced processes that are no longer known by name.
+    """Outcome of a registration. `begins` says that the trainer starts anew by it, `changed` who stands otherwise than
+    before. `forgotten` are identities of displaced processes that are no longer known by name.
     """
 
     begins: bool
@@ -107,14 +109,14 @@ class Incarnations:
         self._pair = pair
         self._believed: dict[int, TrainerProcess] = {}
         self._displaced: dict[str, Standing] = {}
-        for standing in sorted(saved, key=lambda one: one.process.registered):
+        for standing in sorted(saved, key=lambda entry: entry.process.registered):
             if standing.by is None:
                 self._believed[standing.process.rank] = standing.process
             else:
                 self._displaced[standing.process.process] = standing
-        known = (*self._believed.values(), *(standing.process for standing in self._displaced.values()))
-        self.generation = max((process.generation for process in known), default=0)
-        # The generation that ranks name who go on after a restart of the gateway.
+        processes = (*self._believed.values(), *(standing.process for standing in self._displaced.values()))
+        self.generation = max((process.generation for process in processes), default=0)
+        # The generation that is named by ranks which go on after a restart of the gateway.
         self._resumed = self.generation
         self._followed = 0
 
@@ -127,64 +129,72 @@ class Incarnations:
         return self._believed.get(rank)
 
     def check(self, said: Incarnation, boot: str) -> None:
-        """Raises unless `said` is an incarnation that is believed: DisplacedError naming both processes, PairStateError
-        for one of an older generation, UnregisteredError for one that `boot` of the gateway does not know.
+        """Raises unless `said` is an incarnation that is believed.
+
+        DisplacedError names both processes. PairStateError is for an older generation, UnregisteredError for an
+        incarnation that `boot` of the gateway does not know.
         """
         process = process_of(said.start)
-        if (gone := self._displaced.get(process)) is not None:
-            raise self._replaced(*gone)
-        known = self._believed.get(said.rank)
-        if known is None and said.generation < self._followed:
+        if (standing := self._displaced.get(process)) is not None:
+            raise self._replaced(*standing)
+        holder = self._believed.get(said.rank)
+        if holder is None and said.generation < self._followed:
             raise self._replaced(f"trainer rank {said.rank} of generation {said.generation}", self._followed_one)
-        if known is None or said.boot != boot:
+        if holder is None or said.boot != boot:
             raise UnregisteredError(
                 f"pair {self._pair}: trainer rank {said.rank} has not registered since the gateway was started or the "
                 "pair was made; register first"
             )
-        if known.process != process:
-            raise self._replaced(f"trainer rank {said.rank}, an earlier process of start {said.start[:64]}", known)
-        if (known.start, known.generation) != (said.start, said.generation):
+        if holder.process != process:
+            raise self._replaced(f"trainer rank {said.rank}, an earlier process of start {said.start[:64]}", holder)
+        if (holder.start, holder.generation) != (said.start, said.generation):
             raise PairStateError(
-                f"pair {self._pair}: {known}, has connected again since; what was begun before that is over"
+                f"pair {self._pair}: {holder}, has connected again since; what was begun before that is over"
             )
-        if known.generation != self.generation:
-            raise self._older(known)
+        if holder.generation != self.generation:
+            raise self._older(holder)
 
     def follow(self, generation: int) -> bool:
-        """A rank of an instance has followed the trainer in `generation`; whether processes that were believed on their
-        word alone were of an older one, and are believed no more.
+        """Notes that a rank of an instance has followed the trainer in `generation`.
+
+        Processes of an older one that were believed on their word alone are believed no more. True if there were any.
         """
         self._followed = max(self._followed, generation)
-        older = [process.rank for process in self._believed.values() if process.claim < self._followed]
-        for rank in older:
+        old_ranks = [process.rank for process in self._believed.values() if process.claim < self._followed]
+        for rank in old_ranks:
             del self._believed[rank]
-        return bool(older)
+        return bool(old_ranks)
 
     def admit(self, newcomer: TrainerProcess, *, was: int | None, resumes: bool, takeover: bool) -> Admission:
-        """Takes the registration of a process. `was` is the generation that it was given before, None for a process
-        that registers for the first time; `resumes` says that it goes on where it was, instead of connecting again.
+        """Takes the registration of a process.
+
+        `was` is the generation that it was given before, None for a process that registers for the first time.
+        `resumes` says that it goes on where it was, instead of connecting again. With `takeover` no other process
+        stands in its way.
 
         Raises DisplacedError naming both processes, PairStateError when the trainer has started anew since `was`.
         """
-        rank, known = newcomer.rank, self._believed.get(newcomer.rank)
-        other = known if known is not None and known.process != newcomer.process else None
+        rank, holder = newcomer.rank, self._believed.get(newcomer.rank)
+        rival = holder if holder is not None and holder.process != newcomer.process else None
         claim = _FOR_CERTAIN
         if was is not None and not takeover:
-            claim = was if known is None or other is not None else known.claim
+            claim = was if holder is None or rival is not None else holder.claim
         if not takeover:
-            self._refuse(newcomer, other, claim)
-        lower = [process for process in self._believed.values() if process.claim < claim and process.rank != rank]
-        begins = bool(lower) or not self._believed
+            self._refuse(newcomer, rival, claim)
+        lower_claims = [
+            process for process in self._believed.values() if process.claim < claim and process.rank != rank
+        ]
+        begins = bool(lower_claims) or not self._believed
         if resumes:
-            named = was or 0
-            if named < self._resumed and not begins:
-                raise self._older(replace(newcomer, generation=named))
-            begins = begins or named > self._resumed
-            generation = max(self.generation + 1, named) if begins else self.generation
-            self._resumed = named
+            last_generation = was or 0
+            if last_generation < self._resumed and not begins:
+                raise self._older(replace(newcomer, generation=last_generation))
+            begins = begins or last_generation > self._resumed
+            generation = max(self.generation + 1, last_generation) if begins else self.generation
+            self._resumed = last_generation
         else:
-            begins = begins or (known is not None and known.generation == self.generation)
-            # Others of its generation go on: what it connects anew for, they have to as well.
+            begins = begins or (holder is not None and holder.generation == self.generation)
+            # Others of its generation go on: they have to connect anew as well.
             begins = begins or (not takeover and (was or 0) >= self._resumed)
             if begins:
                 generation = max(self.generation + 1, (was or 0) + 1, int(newcomer.registered))
@@ -194,31 +204,29 @@ class Incarnations:
         self.generation = generation
         newcomer = replace(newcomer, generation=generation, claim=claim)
         self._displaced.pop(newcomer.process, None)
-        changed = [Standing(gone, newcomer) for gone in ([other] if other is not None else []) + lower]
-        for standing in changed:
+        standings = [Standing(process, newcomer) for process in ([rival] if rival is not None else []) + lower_claims]
+        for standing in standings:
             self._believed.pop(standing.process.rank, None)
             self._displaced[standing.process.process] = standing
         self._believed[rank] = newcomer
-        forgotten = list(self._displaced)[: max(0, len(self._displaced) - KEPT)]
-        for process in forgotten:
+        identities = list(self._displaced)[: max(0, len(self._displaced) - KEPT)]
+        for process in identities:
             del self._displaced[process]
-        return Admission(begins, [*changed, Standing(newcomer)], forgotten)
+        return Admission(begins, [*standings, Standing(newcomer)], identities)
 
     def _refuse(self, newcomer: TrainerProcess, other: TrainerProcess | None, claim: float) -> None:
-        """Raises DisplacedError for a process that is displaced, of which another one has the rank, or of whose
-        generation the trainer is no longer.
-        """
-        if (gone := self._displaced.get(newcomer.process)) is not None:
-            raise self._replaced(*gone)
+        """Raises DisplacedError for a process that is displaced, whose rank is taken, or whose generation is past."""
+        if (standing := self._displaced.get(newcomer.process)) is not None:
+            raise self._replaced(*standing)
         if claim == _FOR_CERTAIN:
             return
         if other is not None and claim <= other.claim:
             raise self._replaced(newcomer, other)
         if claim < self._followed:
             raise self._replaced(newcomer, self._followed_one)
-        newest = max(self._believed.values(), key=lambda process: process.claim, default=None)
-        if newest is not None and claim < newest.claim:
-            raise self._replaced(newcomer, newest)
+        latest_process = max(self._believed.values(), key=lambda process: process.claim, default=None)
+        if latest_process is not None and claim < latest_process.claim:
+            raise self._replaced(newcomer, latest_process)
 
     @property
     def _followed_one(self) -> str:
@@ -231,8 +239,10 @@ class Incarnations:
         )
 
     def _older(self, process: TrainerProcess) -> PairStateError:
-        newest = max(self._believed.values(), key=lambda known: (known.generation, known.registered), default=None)
+        latest_process = max(
+            self._believed.values(), key=lambda entry: (entry.generation, entry.registered), default=None
+        )
         return PairStateError(
             f"pair {self._pair}: {process}, is of generation {process.generation}, and the trainer has started anew: "
-            f"{newest}, is of generation {self.generation}; call connect() again on all trainer ranks"
+            f"{latest_process}, is of generation {self.generation}; call connect() again on all trainer ranks"
         )

@@ -58,14 +58,16 @@ def gateway_url(name: str = NAME) -> str:
 
 
 def http_address(url: str) -> str:
-    """The HTTP address of a gateway: of one at `ray://NAME` where its actor is now."""
+    """The HTTP address of a gateway; for `ray://NAME` the present one of its actor."""
     return gateway_url(actor_name(url)) if url.startswith(f"{SCHEME}://") else url
 
 
 class RayTransport(httpx.BaseTransport):
-    """Carries a client's requests to a gateway's actor: asks Ray where it is, and then speaks HTTP, because calls of
-    the actor itself made a small update a fifth slower. A gateway that does not answer is looked for anew: it may be
-    started again elsewhere. One that Ray does not find looks like one that refuses to connect, so that clients wait.
+    """Carries a client's requests to a gateway's actor: asks Ray for its address, and then speaks HTTP.
+
+    Calls of the actor itself made a small update a fifth slower. A gateway that does not answer is looked for anew: it
+    may be started again elsewhere. One that Ray does not find looks like one that refuses to connect, so that clients
+    wait.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,13 +76,13 @@ class RayTransport(httpx.BaseTransport):
         self._base: httpx.URL | None = None
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """One request. Raises httpx.TransportError."""
+        """Sends one request to where the actor serves. Raises httpx.TransportError when it is not reached."""
         timeout = dict(request.extensions.get("timeout", {}))
         base = self._base = self._base or self._found(min(timeout.get("connect") or _START, _START))
         headers = request.headers.copy()
         headers["Host"] = base.netloc.decode("ascii")
         timeout["connect"] = min(timeout.get("connect") or _CONNECT, _CONNECT)
-        there = httpx.Request(
+        http_request = httpx.Request(
             request.method,
             base.copy_with(raw_path=request.url.raw_path),
             headers=headers,
@@ -88,7 +90,7 @@ class RayTransport(httpx.BaseTransport):
             extensions={**request.extensions, "timeout": timeout},
         )
         try:
-            return self._http.handle_request(there)
+            return self._http.handle_request(http_request)
         except httpx.TransportError:
             self._base = None
             raise

@@ -1,4 +1,4 @@
-"""What is fixed about a pair and what is said of its updates: values that travel between gateway and ranks."""
+"""Values that travel between gateway and ranks: what is fixed about a pair, its orders, and records of its updates."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How the gateway reaches an engine.
+    """Engine of an instance, and the gateway's way to reach it.
 
-    `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker" (ranks that run
-    `InstanceWorker.serve` themselves and need no driver). `pause` says what happens to requests in flight: "abort" ends
-    them, "retract" goes on after the update with the tokens that they have and a KV cache computed anew, "in_place"
-    with the old KV cache, which no later request reads. `backend` is the transport of the instance's communicator. With
-    `hold` the engine stays paused after a commit: whoever gave its memory to a trainer lets it go on. `non_finite` says
-    what is done with values of the trainer that are infinite or no number, or become so in the engine's dtype: "refuse"
-    the version, but for tensors whose names match one of the patterns `allow_non_finite` (fnmatch's), or "report" them
-    only.
+    `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker". Ranks of a "worker" run
+    `InstanceWorker.serve` themselves and need no driver. `backend` is the transport of the instance's communicator.
+
+    `pause` says what happens to requests in flight. "abort" ends them. "retract" goes on after the update with their
+    tokens and a KV cache computed anew. "in_place" goes on with the old KV cache, which no later request reads. With
+    `hold` the engine stays paused after a commit: whoever gave its memory to a trainer lets it go on.
+
+    `non_finite` is for values of the trainer that are infinite or no number, or become so in the engine's dtype.
+    "refuse" refuses the version, but for tensors whose names match a pattern of `allow_non_finite` (fnmatch's).
+    "report" only reports them.
     """
 
     kind: Literal["sglang", "worker"]
@@ -56,19 +58,19 @@ class EngineSpec:
         object.__setattr__(self, "allow_non_finite", tuple(self.allow_non_finite))  # JSON has lists
 
     def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
-        """Those that are not taken."""
+        """Those of `values` that the engine does not take."""
         if self.non_finite == "report":
             return []
-        return [one for one in values if not any(fnmatchcase(one.tensor, name) for name in self.allow_non_finite)]
+        return [value for value in values if not any(fnmatchcase(value.tensor, name) for name in self.allow_non_finite)]
 
 
 @dataclass(frozen=True, slots=True)
 class DigestCounts:
-    """What was compared and found equal.
+    """Counts of what was compared and found equal.
 
-    `tensors` logical tensors, `rows` digests of the instance, `regions` distinct regions that they cover,
-    `slot_regions` those that belong to an expert slot (0 when no slots were given), `replicas` rows beside the first of
-    their cell.
+    `tensors` are logical tensors, `rows` digests of the instance, `regions` the distinct regions that they cover.
+    `slot_regions` are those that belong to an expert slot (0 when no slots were given). `replicas` are rows beside the
+    first of their cell.
     """
 
     tensors: int
@@ -80,8 +82,8 @@ class DigestCounts:
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """Values of a tensor that are not finite, on the trainer ranks `ranks`: `nan` are no number, `inf` infinite, and
-    `overflow` finite there, but not in `dtype`, in which an instance has the tensor. Values that several ranks hold
+    """Values of a tensor that are not finite, on the trainer ranks `ranks`: `nan` are no number, `inf` infinite.
+    `overflow` are finite there, but not in `dtype`, in which an instance has the tensor. Values that several ranks hold
     count once.
     """
 
@@ -94,8 +96,8 @@ class NonFinite:
 
     def __str__(self) -> str:
         counts = {"NaN": self.nan, "infinite": self.inf, "too large": self.overflow}
-        found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        return f"{self.tensor!r} as {self.dtype} on trainer ranks {number_ranges(set(self.ranks))}: {found}"
+        text = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+        return f"{self.tensor!r} as {self.dtype} on trainer ranks {number_ranges(set(self.ranks))}: {text}"
 
 
 CommitPolicy = Literal["each", "all"]
@@ -105,15 +107,16 @@ CommitPolicy = Literal["each", "all"]
 class PairSpec:
     """One trainer of `trainer_world` ranks and the instances that it feeds at first.
 
-    `commit` says who gets a version: "each" instance that has it verified, or "all" together or none: then nothing is
-    written before all are ready, and no instance serves the new version unless all have it. `bucket_bytes` is the most
-    memory that a rank takes beside its parameters to pack and unpack, all instances that it feeds together. `verify` is
-    how much of each update is digested. With a `topology` ranks pass on what other ranks of their instance receive
-    alike, where its cost model finds that faster; its `between_instances` is not looked at, because instances share no
-    communicator.
+    `commit` says who gets a version. With "each" every instance that has it verified gets it. With "all" they get it
+    together or not at all: nothing is written before all are ready. Nor does an instance then serve the new version
+    unless all have it. `bucket_bytes` is the most memory that a rank takes beside its parameters to pack and unpack,
+    for all instances together. `verify` is how much of each update is digested.
 
-    `uid` stands for one creation of the pair and outlives gateways: after `delete` and `create` under one name versions
-    that ranks hold are those of another pair.
+    With a `topology` ranks pass on what other ranks of their instance receive alike, where its cost model finds that
+    faster. Its `between_instances` is not used, because instances share no communicator.
+
+    `uid` stands for one creation of the pair and outlives gateways. After `delete` and `create` under one name,
+    versions that ranks hold are those of another pair.
     """
 
     name: str
@@ -152,7 +155,7 @@ class Action(StrEnum):
 class Order:
     """Next step of the ranks of an instance's communicator, as the gateway gives it and the ranks read it.
 
-    `version` of REGISTER, JOIN and CONNECTED is that of the update that they belong to, None outside of one. `layers`
+    `version` of REGISTER, JOIN and CONNECTED is that of the update to which they belong, None outside of one. `layers`
     are those that RUN sends, None for all. `trainer` is the generation of the trainer for which the connect or update
     began.
     """
@@ -177,10 +180,10 @@ class Order:
         Raises WireError for an action or a field that is not as this version knows it.
         """
         try:
-            known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-            layers = known.get("layers")
-            known |= {"action": Action(known["action"]), "layers": None if layers is None else tuple(layers)}
-            return cls(**known)
+            values = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+            layers = values.get("layers")
+            values |= {"action": Action(values["action"]), "layers": None if layers is None else tuple(layers)}
+            return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(
                 f"the gateway gives an order that this version does not know ({error}); run the same version of "
@@ -196,11 +199,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """How an update ended on one instance.
+    """End of an update on one instance.
 
-    `verified` counts what the digests covered; None when it did not get that far. `attempts` counts passes through the
-    steps, `resends` those of them that sent layers again. `non_finite` are the first tensors with values that are not
-    finite, of what was digested, `non_finite_tensors` how many there are.
+    `verified` counts what the digests covered, None when the update did not get that far. `attempts` counts passes
+    through the steps, `resends` those of them that sent layers again. `non_finite` are the first of the digested
+    tensors with values that are not finite, `non_finite_tensors` is the number of all.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""Every number that the control plane waits for, beats by or counts up to: one record, each with a default."""
+"""Waits, beats and counts of the control plane: one record with a default for each."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ __all__ = ["Settings"]
 
 _COUNTS = ("replans", "resends", "retries")
 _MOST = 1000
-"""Of a count: more is a mistake, and a time without end."""
+"""Limit of a count: a greater one is a mistake, and a time without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of a pair. Seconds, but for the counts at the end.
 
-    How long the gateway waits for each step before it gives an update up: `offer` from the first trainer rank's offer
-    to the last one's, `register` for reports, `join` for communicators, `prepare` for ranks to check their layouts,
-    `transfer`, `verify` for digests, those before the transfer and those after it, `engine` for one call to an engine,
-    `clean_up` for each call after a failure.
-    `update` is for all of that together: from the first offer until the update is decided, whatever was tried again;
-    only the calls after a failure come on top. Who was missing when it is over is named.
+    Each step has a wait, after which the gateway gives the update up. `offer` is from the first trainer rank's offer to
+    the last one's. `register` is for reports, `join` for communicators, `prepare` for ranks to check their layouts,
+    `transfer` for the transfer. `verify` is for digests, those before the transfer and those after it. `engine` is for
+    one call to an engine, `clean_up` for each call after a failure.
 
-    Ranks beat every `heartbeat`; one that was not heard from for `silence` is missing: its instance no longer serves,
-    and nobody waits for it any longer. Ranks try to reach a gateway that was there before for `outage`, whether it
-    refuses connections or does not answer: then their calls raise.
+    `update` is for all of that together: from the first offer until the update is decided, whatever was tried again.
+    Only the calls after a failure come on top. The error at its end names who was missing.
 
-    `replans` is how often an update starts anew because a layout changed before a byte was written, `resends` how often
-    layers are sent again because their placement changed while they were sent, `retries` how often all is sent again
-    because a connection was lost.
+    Ranks beat every `heartbeat`. One that was not heard from for `silence` is missing: its instance no longer serves,
+    and nobody waits for it any longer. Ranks try for `outage` to reach a gateway that was there before, whether it
+    refuses connections or does not answer. Then their calls raise.
+
+    `replans` is how often an update starts anew because a layout changed before a byte was written. `resends` is how
+    often layers are sent again because their placement changed while they were sent. `retries` is how often all is sent
+    again because a connection was lost.
     """
 
     offer: float = 600.0
@@ -67,19 +68,19 @@ class Settings:
 
     @classmethod
     def given(cls, values: Mapping[str, float]) -> Settings:
-        """The defaults but for `values`. Raises InputError for names there are none of and counts that are no whole
-        numbers.
+        """The defaults but for `values`. Raises InputError for unknown names, infinite values, and counts that are too
+        great or no whole numbers.
         """
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(values) - set(known)):
-            raise InputError(f"settings {', '.join(unknown)} are not known; known are {', '.join(known)}")
-        if endless := [name for name, value in values.items() if not math.isfinite(value)]:
-            raise InputError(f"setting {endless[0]} is {values[endless[0]]}, expected a finite number")
-        if many := [name for name in _COUNTS if values.get(name, 0) > _MOST]:
-            raise InputError(f"setting {many[0]} is {values[many[0]]}, expected at most {_MOST}")
+        names = [field.name for field in fields(cls)]
+        if unknown_names := sorted(set(values) - set(names)):
+            raise InputError(f"settings {', '.join(unknown_names)} are not known; known are {', '.join(names)}")
+        if infinite_names := [name for name, value in values.items() if not math.isfinite(value)]:
+            raise InputError(f"setting {infinite_names[0]} is {values[infinite_names[0]]}, expected a finite number")
+        if excess_names := [name for name in _COUNTS if values.get(name, 0) > _MOST]:
+            raise InputError(f"setting {excess_names[0]} is {values[excess_names[0]]}, expected at most {_MOST}")
         counts = {name: int(values[name]) for name in _COUNTS if name in values}
-        if wrong := [name for name, count in counts.items() if count != values[name]]:
-            raise InputError(f"setting {wrong[0]} is {values[wrong[0]]}, expected a whole number")
+        if fraction_names := [name for name, count in counts.items() if count != values[name]]:
+            raise InputError(f"setting {fraction_names[0]} is {values[fraction_names[0]]}, expected a whole number")
         return cls(**{**values, **counts})  # type: ignore[arg-type]
 
     @property

@@ -1,5 +1,7 @@
-"""Tools that need no gateway.
+"""Tools that need no gateway: plans from a file, and the time that they would take.
 
-`bundle` reads layouts from a file and turns plans into JSON; `models` makes the layouts of published models. `simulate`
-predicts the time of a plan, and `chart` draws it.
+- `bundle`: layout bundle in JSON or msgpack, read; a plan as JSON
+- `models`: layouts of published models for given parallel sizes
+- `simulate`: predicted time of a plan on a topology, its busiest link, and a lower bound
+- `chart`: load per rank of a simulation, drawn as HTML with SVG
 """

@@ -1,5 +1,7 @@
-"""Megatron-Core trainers as sources: `source` describes the regions of one rank.
+"""Megatron-Core trainers as sources, with the checkpoint names of Transformers.
 
-`shards` reads what the model states about its memory, `names` has the checkpoint names of each family, and `rows` takes
-fused rows apart.
+- `source`: `MegatronSource`, the regions of one rank as views of its live parameters
+- `shards`: shards of a model chunk from `sharded_state_dict()`, checked against live memory
+- `names`: tables of checkpoint names, one for each model family
+- `rows`: rows of fused tensors (QKV, gate and up) as rows of checkpoint tensors
 """

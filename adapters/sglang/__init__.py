@@ -1,5 +1,9 @@
-"""SGLang engines as sinks: `plugin` serves weight updates inside schedulers, `sink` describes the model of a rank.
+"""SGLang engines as sinks: layout of each rank, and weight updates inside its scheduler.
 
-`experts` and `slots` describe expert layers, and `caches` drops what old weights have computed. `ray_actors` brings the
-plugin into schedulers that are actors of Ray.
+- `plugin`: SGLang plugin, which serves weight updates inside each scheduler process
+- `ray_actors`: the same plugin in schedulers that are actors of Ray
+- `sink`: `SglangSink`, the layout of one rank from SGLang's own loader
+- `experts`: expert layers of a model, their placement and dispatch table
+- `slots`: regions of one expert parameter, slot by slot
+- `caches`: caches that depend on weights: dropped, keyed by version, or refused
 """

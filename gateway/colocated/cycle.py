@@ -3,11 +3,13 @@
     dance = MemoryDance([SGLangMemory("rollout-0", url)], hooks)
     steps = dance.run(version)          # pause, release, train, ..., transfer, ..., continue
 
-The engine gives up its KV cache and weights by its own API while the trainer trains; the trainer frees what it does not
-need, the engine takes its weights back and is updated, the trainer makes room, the engine takes its KV cache back and
-goes on. Order and tags are a list of words, ORDER, that is checked before anything is done. Every step is reported with
-the memory in use before and after. A step that fails leaves a state that `state` names; the next `run` of that version
-goes on with that step, and asks no engine for what it has already done.
+The engine gives up its KV cache and weights by its own API while the trainer trains. Then the trainer frees what it
+does not need, and the engine takes its weights back and is updated. At last the trainer makes room, and the engine
+takes its KV cache back and goes on.
+
+The steps with their tags are a list of words, ORDER, that is checked before anything is done. Every step is reported
+with the memory in use before and after. A step that fails leaves a state that `state` names. The next `run` of that
+version goes on with that step, and asks no engine for what it has already done.
 
 The engine's record in the pair needs `"hold": true`: else the gateway would let it generate without its KV cache.
 """
@@ -39,13 +41,13 @@ class TrainerHooks(Protocol):
     """The trainer's part, on all its ranks."""
 
     def train(self, version: int) -> None:
-        """The optimizer steps of a version, with all that they need brought back."""
+        """Runs the optimizer steps of a version, and brings back all that they need."""
 
     def free(self) -> None:
         """Frees or offloads optimizer states and gradients; the weights stay."""
 
     def transfer(self, version: int) -> None:
-        """`TrainerWorker.update` on every rank."""
+        """Calls `TrainerWorker.update` with the version on every rank."""
 
     def offload(self) -> None:
         """Makes room for the KV cache: offloads the weights, or nothing where they may stay."""
@@ -61,7 +63,7 @@ class MemoryUse:
 
     @classmethod
     def now(cls) -> MemoryUse:
-        """Read from the system."""
+        """Bytes in use at present, read from /proc and CUDA."""
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         host = int(fields["MemTotal"].split()[0]) - int(fields["MemAvailable"].split()[0])
         status = Path("/proc/self/status").read_text().splitlines()
@@ -75,8 +77,8 @@ def _device_bytes() -> int:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return 0
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free)
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return int(total_bytes - free_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,9 @@ class StepReport:
 class MemoryDance:
     """One iteration of colocated training at a time.
 
-    With several trainer ranks every rank has one and calls `run` alike: `leads` is the one that speaks to the engines,
-    and `agree` is called after each step with what failed on this rank ("" for nothing), and returns what failed
-    anywhere. `report` is told of each step as it ends.
+    With several trainer ranks every rank has a dance and calls `run` alike. The one with `leads` speaks to the engines.
+    After each step `agree` gets what failed on this rank ("" for nothing), and returns what failed anywhere. `report`
+    gets each step as it ends.
     """
 
     def __init__(
@@ -119,18 +121,18 @@ class MemoryDance:
 
     @property
     def state(self) -> str:
-        """Where the dance stands, in one line."""
+        """State of the dance in one line."""
         if self._version is None:
             return "at rest: the engines generate"
-        gone = [f"{name} without {' and '.join(sorted(tags))}" for name, tags in self.released.items() if tags]
+        phrases = [f"{name} without {' and '.join(sorted(tags))}" for name, tags in self.released.items() if tags]
         step = f"{len(self._done)} of {len(self._order)} steps of version {self._version} are done"
-        return f"{step}, next is {self._order[len(self._done)]!r}; {', '.join(gone) or 'nothing is released'}"
+        return f"{step}, next is {self._order[len(self._done)]!r}; {', '.join(phrases) or 'nothing is released'}"
 
     def run(self, version: int) -> list[StepReport]:
-        """All steps, or those that are left of a run of this version that failed. Returns the reports of all.
+        """Runs all steps, or those that remain of a failed run of this version. Returns the reports of all.
 
-        Raises UpdateError naming step and state when a step fails, PairStateError for another version than the one that
-        is under way, or while it is not known whether an engine did a step: see `settle`.
+        Raises UpdateError naming step and state when a step fails. Raises PairStateError for another version than the
+        one that is under way, or while nobody knows if an engine did a step: see `settle`.
         """
         if self._version not in (None, version):
             raise PairStateError(f"version {self._version} is under way, not {version}: {self.state}")
@@ -139,11 +141,11 @@ class MemoryDance:
         self._version = version
         while len(self._done) < len(self._order):
             self._do(self._order[len(self._done)], version)
-        done, self._done, self._version = self._done, [], None
-        return done
+        reports, self._done, self._version = self._done, [], None
+        return reports
 
     def settle(self, done: bool) -> None:
-        """Says whether the step of an engine that broke off was done."""
+        """Says if the engine's step that broke off was done. Raises PairStateError when there is none."""
         if self._uncertain is None:
             raise PairStateError(f"every step is settled: {self.state}")
         name, self._uncertain = self._uncertain[0], None
@@ -151,22 +153,24 @@ class MemoryDance:
             self._note(self._order[len(self._done)], name)
 
     def _do(self, step: str, version: int) -> None:
-        before, begun, failure = self._measure(), time.monotonic(), ""
+        memory, start, failure = self._measure(), time.monotonic(), ""
         cause: Exception | None = None
         try:
             self._act(step, version)
         except Exception as error:  # whatever it is, the other ranks have to hear of it
             cause, failure = error, " ".join(f"{type(error).__name__}: {error}".split())
-        said = self._agree(failure)
-        if said:
-            raise UpdateError(f"memory dance: {step!r} failed: {said}; {self.state}; run it again to go on") from cause
+        failures = self._agree(failure)
+        if failures:
+            raise UpdateError(
+                f"memory dance: {step!r} failed: {failures}; {self.state}; run it again to go on"
+            ) from cause
         if step.split()[0] in _ENGINE_STEPS:
             for engine in self._engines:
                 self._note(step, engine.name)
-        done = StepReport(step, before, self._measure(), time.monotonic() - begun)
-        self._done.append(done)
+        report = StepReport(step, memory, self._measure(), time.monotonic() - start)
+        self._done.append(report)
         self._asked.clear()
-        self._report(done)
+        self._report(report)
 
     def _act(self, step: str, version: int) -> None:
         verb, _, tag = step.partition(" ")
@@ -196,7 +200,7 @@ class MemoryDance:
         self._note(step, engine.name)
 
     def _note(self, step: str, name: str) -> None:
-        """An engine has done a step."""
+        """Notes that an engine has done a step."""
         verb, _, tag = step.partition(" ")
         self._asked.add(name)
         if verb == "release":
@@ -207,26 +211,26 @@ class MemoryDance:
 
 def check_order(order: Sequence[str]) -> None:
     """Raises InputError for an order in which an engine would be asked for what it cannot do."""
-    released: set[str] = set()
+    released_tags: set[str] = set()
     paused = False
-    for place, step in enumerate(order):
+    for index, step in enumerate(order):
         verb, _, tag = step.partition(" ")
-        known = (verb in ("release", "resume")) == bool(tag) and verb in (*_ENGINE_STEPS, *_TRAINER_STEPS)
-        fault = "" if known else f"is none of {', '.join(ORDER)}"
+        is_step = (verb in ("release", "resume")) == bool(tag) and verb in (*_ENGINE_STEPS, *_TRAINER_STEPS)
+        fault = "" if is_step else f"is none of {', '.join(ORDER)}"
         if verb == "pause":
             paused = True
         elif verb == "continue":
-            fault = fault or (f"comes while {', '.join(sorted(released))} is released" if released else "")
+            fault = fault or (f"comes while {', '.join(sorted(released_tags))} is released" if released_tags else "")
             paused = False
         elif verb == "release":
-            fault = fault or ("comes before 'pause'" if not paused else "comes twice" if tag in released else "")
-            released.add(tag)
+            fault = fault or ("comes before 'pause'" if not paused else "comes twice" if tag in released_tags else "")
+            released_tags.add(tag)
         elif verb == "resume":
-            fault = fault or ("" if tag in released else "comes before its release")
-            released.discard(tag)
-        elif verb == "transfer" and "weights" in released:
+            fault = fault or ("" if tag in released_tags else "comes before its release")
+            released_tags.discard(tag)
+        elif verb == "transfer" and "weights" in released_tags:
             fault = "comes while weights are released"
         if fault:
-            raise InputError(f"memory dance: step {place + 1}, {step!r}, {fault}")
+            raise InputError(f"memory dance: step {index + 1}, {step!r}, {fault}")
     if not order or order[-1] != "continue":
         raise InputError("memory dance: the last step has to be 'continue', so that the engines go on")

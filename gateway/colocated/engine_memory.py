@@ -13,7 +13,7 @@ __all__ = ["EngineMemory", "SGLangMemory", "UncertainError"]
 
 
 class EngineMemory(Protocol):
-    """An engine that can give up memory. Each call raises EngineError, UncertainError when it may have been done."""
+    """An engine that can give up memory. Each call raises EngineError, or UncertainError when it may have been done."""
 
     name: str
 
@@ -24,10 +24,10 @@ class EngineMemory(Protocol):
         """Gives up what the tag names; its contents are lost."""
 
     def resume(self, tag: str) -> None:
-        """Takes it back, contents undefined."""
+        """Takes back what the tag names, with undefined contents."""
 
     def proceed(self) -> None:
-        """Goes on with generation."""
+        """Goes on with generation after a pause."""
 
 
 class UncertainError(EngineError):
@@ -35,9 +35,9 @@ class UncertainError(EngineError):
 
 
 class SGLangMemory:
-    """SGLang's HTTP API (0.5.23, `srt/entrypoints/http_server.py`).
+    """Memory of an SGLang engine, by its HTTP API (0.5.23, `srt/entrypoints/http_server.py`).
 
-    SGLang ends its scheduler when it is asked to release while it generates, or to resume what it has not released; so
+    SGLang ends its scheduler when it is asked to release while it generates, or to resume what it has not released. So
     it is paused first, in a mode that empties its batch, and MemoryDance asks for nothing twice.
     """
 
@@ -57,23 +57,19 @@ class SGLangMemory:
         )
 
     def pause(self) -> None:
-        """See EngineMemory."""
         self._post("/pause_generation", {"mode": self._pause})
 
     def release(self, tag: str) -> None:
-        """See EngineMemory."""
         self._post("/release_memory_occupation", {"tags": [tag]})
 
     def resume(self, tag: str) -> None:
-        """See EngineMemory."""
         self._post("/resume_memory_occupation", {"tags": [tag]})
 
     def proceed(self) -> None:
-        """See EngineMemory."""
         self._post("/continue_generation", {})
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the engine's server."""
         self._client.close()
 
     def _post(self, path: str, body: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""How a connect proceeds: describe, register, merge, plan, join. The update itself is in `transaction`.
+"""Steps of a connect: describe, register, merge, plan, join. Those of the update itself are in `update`.
 
 Each instance goes its own way: the failure of one touches no other.
 """
@@ -29,8 +29,9 @@ log = logging.getLogger("weightcast.gateway")
 
 
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
-    """Connects every instance to a generation of the trainer, unless it has started anew before its turn: then another
-    connect follows. Failures stay with their instance.
+    """Connects every instance to a generation of the trainer. Failures stay with their instance.
+
+    If the trainer has started anew before this connect's turn, nothing is done: another connect follows.
     """
     async with pair.busy:
         if generation != pair.generation:
@@ -49,7 +50,7 @@ async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: 
 
 
 async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str, port: int) -> None:
-    """One new epoch for each of `instances`; planned together so that the trainer's load is spread over all."""
+    """Starts a new epoch for each of `instances`, planned together so that the trainer's load is spread over all."""
     calls = {}
     for instance in instances:
         if instance.record.phase is not Phase.REGISTERING:
@@ -62,23 +63,23 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
         await pair.give(instance, Order(Action.REGISTER, instance.record.epoch, pair.updating))
         calls[instance.name] = watched(instance, _engine_connect(instance, host, port))
     layouts = await asyncio.gather(*(_merge_instance(pair, i) for i in instances), return_exceptions=True)
-    good: dict[str, InstanceLayout] = {}
+    merged_layouts: dict[str, InstanceLayout] = {}
     for instance, layout in zip(instances, layouts, strict=True):
         if isinstance(layout, BaseException):
             await _connect_failed(pair, instance, as_weightcast_error(layout))
         else:
-            good[instance.name] = instance.layout = layout
-    if good:
+            merged_layouts[instance.name] = instance.layout = layout
+    if merged_layouts:
         try:
-            await _plan(pair, good)
+            await _plan(pair, merged_layouts)
         except Exception as error:
-            for name in good:
+            for name in merged_layouts:
                 await _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
     await asyncio.gather(*(_finish_connect(pair, i, calls[i.name]) for i in instances))
 
 
 async def _engine_connect(instance: Instance, host: str, port: int) -> None:
-    """The engine's own call; its failure is kept as the failure of the instance unless a rank told a better one."""
+    """Makes the engine's own call. Its failure becomes that of the instance, unless a rank has told a better one."""
     try:
         await instance.driver.connect(host, port, instance.group)
     except WeightcastError as error:
@@ -87,8 +88,9 @@ async def _engine_connect(instance: Instance, host: str, port: int) -> None:
 
 
 async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) -> None:
-    """The trainer's layout, once all of its ranks have registered. Raises DeadlineError naming who has not; `deadline`
-    is that of the update which needs it.
+    """Merges the trainer's layout, once all of its ranks have registered.
+
+    `deadline` is that of the update which needs the layout. Raises DeadlineError naming ranks that have not registered.
     """
     if pair.trainer_layout is None:
         seconds = pair.spec.settings.register
@@ -128,8 +130,8 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
         topology = replace(topology, between_instances=False)  # instances share no communicator
     try:
         hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
-        planned = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
-        plan = await asyncio.to_thread(lambda: planned.plan)
+        outcome = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
+        plan = await asyncio.to_thread(lambda: outcome.plan)
         share = pair.spec.bucket_bytes // max(1, len(pair.instances))
         parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
         checks = DigestCheck(plan)
@@ -169,21 +171,24 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
 
 
 async def _give_up(call: asyncio.Task[None]) -> None:
-    """Nobody asks an engine any longer how a connect goes on that is over."""
+    """Cancels the questions to an engine about a connect that is over."""
     call.cancel()
     await asyncio.wait([call])
 
 
 async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
-    where = {"pair": pair.spec.name, "instance": instance.name}
-    log.error("pair %s instance %s: connect failed: %s", pair.spec.name, instance.name, error, extra=where)
+    fields = {"pair": pair.spec.name, "instance": instance.name}
+    log.error("pair %s instance %s: connect failed: %s", pair.spec.name, instance.name, error, extra=fields)
     instance.stop(error)
     instance.on(Event.FAIL, reason=str(error))
     await pair.give(instance, Order(Action.FAILED, instance.record.epoch, pair.updating, reason=str(error)))
 
 
 def watched(instance: Instance, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """An engine's call as a task whose end wakes the waits of the instance: it may be the last that they wait for."""
+    """Starts an engine's call as a task whose end wakes the waits of the instance.
+
+    The call may be the last thing that they wait for.
+    """
     task = asyncio.create_task(call)
     task.add_done_callback(lambda _: instance.notify())
     return task

@@ -1,7 +1,7 @@
 """Drivers that take an engine through an update by the engine's own API.
 
-CUDA graphs, prefix caches, derived weights and the version that an answer carries belong to the engine; so a driver
-only calls what the engine offers for them, in the engine's order, and treats every refusal as a failure of the update.
+CUDA graphs, prefix caches, derived weights and the version that an answer carries belong to the engine. So a driver
+only calls what the engine offers for them, in the engine's order. Every refusal is a failure of the update.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Done: TypeAlias = tuple[str, str | bool]
 LOAD_FORMAT = "weightcast"
 """Load format by which the plugin knows that a transfer is meant for it."""
 CONNECTING = "connecting"
-"""What a rank with the plugin says while it registers and joins."""
+"""Message of a rank with the plugin while it registers and joins."""
 BUSY = "busy: "
-"""Begins, behind the name of an error, what a rank says that cannot drop its caches yet."""
+"""Start of the message of a rank that cannot drop its caches yet, behind the name of the error."""
 _FIRST_ASK, _LAST_ASK = 0.05, 1.0
-"""Seconds between two questions how a connect goes on: at first, and at most."""
+"""Seconds between two questions about a connect: at first, and at most."""
 _AGAIN = 0.5
 """Seconds until a busy engine is asked again."""
 _SHOWN = 2000
@@ -37,38 +37,38 @@ _SHOWN = 2000
 
 
 class EngineDriver(Protocol):
-    """The steps of an update, in the order they are called. Each raises EngineError."""
+    """The steps of an update, in the order in which they are called. Each raises EngineError."""
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
         """Makes every rank describe itself, register, fetch its part and join; returns when the first has joined."""
 
     async def pause(self) -> None:
-        """Stops generation."""
+        """Stops generation until `resume` is called."""
 
     async def begin(self) -> None:
-        """Opens the update session."""
+        """Opens the update session of the engine."""
 
     async def transfer(self, group: str) -> None:
         """Makes every rank drop its caches and run its part; returns when the first has begun."""
 
     async def end(self) -> None:
-        """Closes the session: derived weights are computed anew, caches dropped; then every rank begins to digest."""
+        """Closes the session: derived weights are computed anew, caches dropped. Then every rank begins to digest."""
 
     async def publish(self, version: int) -> None:
         """Stamps the version; every rank has dropped its caches before it reported its digests."""
 
     async def resume(self) -> None:
-        """Goes on with generation."""
+        """Goes on with the generation that `pause` stopped."""
 
     async def disconnect(self, group: str) -> None:
         """Makes every rank leave the communicator."""
 
     async def close(self) -> None:
-        """Lets go of connections to the engine; no step follows."""
+        """Closes connections to the engine; no step follows."""
 
 
 class WorkerDriver:
-    """For ranks that follow the gateway's orders by themselves: there is no engine API to call."""
+    """Driver of ranks that follow the gateway's orders by themselves: there is no engine API to call."""
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None: ...
 
@@ -90,8 +90,9 @@ class WorkerDriver:
 
 
 class SGLangDriver:
-    """SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`) with the weightcast plugin in its scheduler
-    processes.
+    """Driver of SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`).
+
+    The weightcast plugin runs in the server's scheduler processes.
     """
 
     def __init__(
@@ -102,21 +103,23 @@ class SGLangDriver:
         transport: httpx.AsyncBaseTransport | None = None,
         patience: float = 30.0,
     ) -> None:
-        """`timeout` in seconds bounds every call, `patience` how long a busy engine is asked to begin a transfer;
-        `transport` stands in for the network. Raises InputError.
+        """`timeout` bounds every call, and `patience` how long a busy engine is asked to begin a transfer, in seconds.
+
+        `transport` stands in for the network. Raises InputError for a url that is not http or https with a host.
         """
         self._instance = instance
         self._spec = spec
         self._patience = patience
         check_url(f"instance {instance}: ", spec.url, "its SGLang server")
-        # Engines are neighbours: a proxy of the environment is for the world outside.
+        # Engines are near: a proxy that the environment names is for the world outside.
         self._client = httpx.AsyncClient(
             base_url=spec.url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(spec.url)
         )
 
     async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> str:
-        """One call, and its message. `done` is the field, and its value, by which the route says that it did what was
-        asked.
+        """Makes one call, and returns its message.
+
+        `done` is the field, and its value, by which the route says that it did what was asked. Raises EngineError.
         """
         try:
             response = await self._client.post(path, json=body or {})
@@ -125,19 +128,19 @@ class SGLangDriver:
                 f"instance {self._instance}: POST {self._spec.url}{path} failed: "
                 f"{one_line(f'{type(error).__name__} {error}')}; is the server up?"
             ) from error
-        # SGLang says success both by status and by a field; either one may carry the failure alone. What is no JSON
-        # comes from something in front of it.
+        # SGLang tells success by status and by a field, and either one may tell a failure alone. An answer that is no
+        # JSON comes from something in front of it.
         try:
             answer = response.json()
         except ValueError:
             answer = None
-        said = answer if isinstance(answer, dict) else {}
-        if response.status_code != httpx.codes.OK or said.get(done[0]) != done[1]:
+        reply = answer if isinstance(answer, dict) else {}
+        if response.status_code != httpx.codes.OK or reply.get(done[0]) != done[1]:
             raise EngineError(
                 f"instance {self._instance}: {path} answered {response.status_code}: "
-                f"{one_line(said.get('message', response.text)) or 'nothing'}"
+                f"{one_line(reply.get('message', response.text)) or 'nothing'}"
             )
-        return str(said.get("message", ""))
+        return str(reply.get("message", ""))
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
         body = {
@@ -148,8 +151,8 @@ class SGLangDriver:
             "group_name": f"{group}/{self._spec.pause}/{uuid.uuid4().hex[:8]}",
             "backend": self._spec.backend,
         }
-        # The call comes back at once; made again, it says how that goes on. Ranks tell the gateway what comes of it;
-        # one that cannot reach it tells it here.
+        # The call returns at once; made again, it tells how the connect goes on. Ranks report the outcome to the
+        # gateway, and a rank that cannot reach the gateway reports it here.
         seconds = _FIRST_ASK
         while await self._post("/init_weights_update_group", body) == CONNECTING:
             await asyncio.sleep(seconds)
@@ -158,7 +161,7 @@ class SGLangDriver:
     async def pause(self) -> None:
         await self._post("/pause_generation", {"mode": self._spec.pause}, done=("status", "ok"))
         if self._spec.pause == "abort":
-            # It ends requests, but lets the scheduler run, which a health check makes compute; this stops it.
+            # It ends requests, but the scheduler runs on, and a health check makes it compute. This call stops it.
             await self._post("/pause_generation", {"mode": "retract"}, done=("status", "ok"))
 
     async def begin(self) -> None:
@@ -175,13 +178,13 @@ class SGLangDriver:
             "flush_cache": False,
             "selector": "target",
         }
-        patience = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._patience
         while True:
             try:
                 await self._post("/update_weights_from_distributed", body)
             except EngineError as error:
-                # Requests that hold KV end by themselves, and nothing has been written yet.
-                if BUSY not in str(error) or time.monotonic() >= patience:
+                # Nothing has been written yet, and requests that hold KV end by themselves.
+                if BUSY not in str(error) or time.monotonic() >= deadline:
                     raise
                 await asyncio.sleep(_AGAIN)
             else:
@@ -211,7 +214,7 @@ def one_line(message: object) -> str:
 
 
 def make_driver(instance: str, spec: EngineSpec, timeout: float, patience: float = 30.0) -> EngineDriver:
-    """The driver for a spec, see `SGLangDriver`. Raises InputError for one that contradicts itself."""
+    """The driver for a spec, see `SGLangDriver`. Raises InputError for a spec that contradicts itself."""
     if spec.world_size < 1:
         raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
     if spec.allow_non_finite and spec.non_finite == "report":

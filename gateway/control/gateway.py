@@ -1,4 +1,4 @@
-"""All pairs of one gateway process, and the tasks that move them."""
+"""The pairs of one gateway process, and the tasks that connect and update them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = ["Gateway"]
 log = logging.getLogger("weightcast.gateway")
 
 MAX_PAIRS = 1000
-"""What a gateway keeps in memory has an end."""
+"""Number of pairs that a gateway keeps in memory at most."""
 LISTEN_SECONDS = 0.5
-"""How often it is found out who is no longer heard from."""
+"""Seconds between two searches for ranks that are no longer heard from."""
 
 
 class Gateway:
     """The pairs of one gateway process. `host` and `port` are where engines reach it.
 
-    Finds the pairs of an earlier life in `store`. Raises ControlError for a state file that is none.
+    Pairs of an earlier life are read from `store`. Raises ControlError for a damaged state file.
     """
 
     def __init__(self, host: str, port: int, store: Store | None = None) -> None:
@@ -43,7 +43,7 @@ class Gateway:
         self.metrics = Metrics(self.pairs)
         self._tasks: set[asyncio.Task[object]] = set()
         self._connecting: dict[str, tuple[int, asyncio.Task[object]]] = {}
-        # Of pairs that were deleted: who was replaced is not believed again when a pair of that name is created.
+        # Trainer processes of deleted pairs: one that was replaced is not believed again in a new pair of that name.
         self._processes: dict[str, list[Standing]] = {}
         for spec, instances in self.store.load():
             try:
@@ -53,13 +53,13 @@ class Gateway:
                 raise self.store.damaged(error) from error
 
     async def open(self) -> None:
-        """Begins to listen for heartbeats. Called once, in the event loop that serves."""
+        """Starts to recover engines and to listen for heartbeats. Called once, in the event loop that serves."""
         for pair in self.pairs.values():
             self._spawn(_recover(pair))
         self._spawn(self._listen())
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends all tasks, then closes the drivers of engines and the store."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -68,24 +68,26 @@ class Gateway:
         self.store.close()
 
     def pair(self, name: str) -> Pair:
-        """Raises AbsentError naming the pairs there are."""
-        found = self.pairs.get(name)
-        if found is None:
+        """The pair of that name. Raises AbsentError naming the pairs that there are."""
+        pair = self.pairs.get(name)
+        if pair is None:
             raise AbsentError(f"there is no pair {name!r}; there are {', '.join(self.pairs) or 'none'}")
-        return found
+        return pair
 
     async def create(self, spec: PairSpec) -> Pair:
-        """A new pair; the same spec again changes nothing. Raises ControlError for another spec under a name in use."""
-        known = self.pairs.get(spec.name)
-        if known is not None:
-            if known.spec != spec:
+        """Creates a pair; the same spec again changes nothing. Raises ControlError for another spec under its name."""
+        namesake = self.pairs.get(spec.name)
+        if namesake is not None:
+            if namesake.spec != spec:
                 raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
-            return known
+            return namesake
         if len(self.pairs) >= MAX_PAIRS:
             raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
         for name, engine in spec.instances.items():
             self._check_free(name, engine)
-        processes = [one for one in self._processes.get(spec.name, ()) if one.process.rank < spec.trainer_world]
+        processes = [
+            standing for standing in self._processes.get(spec.name, ()) if standing.process.rank < spec.trainer_world
+        ]
         pair = Pair(spec, self.store, self.metrics.updated, processes)
         await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
         await self.store.save_processes(spec.name, processes)
@@ -101,26 +103,26 @@ class Gateway:
         await self.store.forget(name)
         del self.pairs[name]
         self._processes[name] = pair.incarnations.standings()
-        for old in tuple(self._processes)[:-MAX_PAIRS]:
-            del self._processes[old]
+        for oldest in tuple(self._processes)[:-MAX_PAIRS]:
+            del self._processes[oldest]
         self._connecting.pop(name, None)
         for state in (pair, *pair.instances.values()):
             state.end()
         await _close_drivers(pair)
 
     async def join(self, name: str, instance: str, spec: EngineSpec) -> Instance:
-        """A further instance of a pair; see `Pair.join`."""
+        """Adds an instance to a pair; see `Pair.join`."""
         pair = self.pair(name)
-        known = pair.instances.get(instance)
-        if known is None or known not in pair.present:
+        namesake = pair.instances.get(instance)
+        if namesake is None or namesake not in pair.present:
             self._check_free(instance, spec)
-        joined = await pair.join(instance, spec)
-        if known is not None and known is not joined:
-            await known.driver.close()
-        return joined
+        newcomer = await pair.join(instance, spec)
+        if namesake is not None and namesake is not newcomer:
+            await namesake.driver.close()
+        return newcomer
 
     async def leave(self, name: str, instance: str) -> Instance:
-        """An instance is no longer one of a pair; see `Pair.leave`."""
+        """Takes an instance out of a pair; see `Pair.leave`."""
         return await self.pair(name).leave(instance)
 
     def start_connect(self, name: str) -> None:
@@ -131,8 +133,9 @@ class Gateway:
             self._connecting[name] = (pair.generation, task)
 
     async def offer(self, name: str, rank: int, version: int, wait: float) -> bool:
-        """A trainer rank offers a version; the first one starts the update, which waits for the others. False when the
-        update that this rank has given up does not end within `wait` seconds.
+        """Takes a trainer rank's offer of a version. The first one starts the update, which waits for the others.
+
+        Returns False if the update that this rank has given up does not end within `wait` seconds.
         """
         pair = self.pair(name)
         first = await pair.offer(rank, version, wait)
@@ -149,17 +152,17 @@ class Gateway:
                 raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
 
     async def _listen(self) -> None:
-        """Wakes who waits for a rank that is no longer heard from."""
-        last = time.monotonic()
+        """Wakes the waits for ranks that are no longer heard from."""
+        last_time = time.monotonic()
         while True:
             await asyncio.sleep(LISTEN_SECONDS)
             now = time.monotonic()
-            asleep, last = now - last - LISTEN_SECONDS, now
+            delay, last_time = now - last_time - LISTEN_SECONDS, now
             for pair in self.pairs.values():
                 sides: tuple[Side, ...] = (pair, *pair.present)
                 for side in sides:
-                    if asleep > LISTEN_SECONDS:  # nobody can have been heard while this process stood still
-                        side.heard.update((rank, at + asleep) for rank, at in tuple(side.heard.items()))
+                    if delay > LISTEN_SECONDS:  # nobody can have been heard while this process stood still
+                        side.heard.update((rank, beat + delay) for rank, beat in tuple(side.heard.items()))
                     if side.listen(now):
                         log.warning("%s", side.silence(), extra={"pair": pair.spec.name})
                         side.notify()
@@ -178,7 +181,7 @@ class Gateway:
 
 
 async def _recover(pair: Pair) -> None:
-    """Brings engines that an earlier life of the gateway has left in the middle of an update to where they can rest."""
+    """Brings engines to rest that an earlier life of the gateway has left in the middle of an update."""
     async with pair.busy:
         await asyncio.gather(*(_bring_to_rest(i) for i in pair.present if i.paused))
 

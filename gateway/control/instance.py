@@ -1,7 +1,7 @@
-"""One instance as the gateway knows it: its record, what its ranks sent for the present epoch, the orders for them.
+"""One instance as the gateway knows it: its record, the reports of its ranks for the present epoch, orders for them.
 
-Every wait on it has a deadline that names who is missing, and ends at once when one of its ranks has failed or is no
-longer heard from.
+Every wait on it has a deadline, and its error names the ranks that are missing. A wait ends at once when one of the
+ranks has failed or is no longer heard from.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ RESTARTED = "the gateway was restarted; the next update connects the instance ag
 
 
 class Holding(NamedTuple):
-    """The word of a rank about its memory.
+    """Statement of a rank about its memory.
 
-    `verified` is the version whose digests it reported last, if its memory was not written since, `of` the uid of the
-    pair that it had it from. `uncommitted` says that the memory holds an update of which the rank does not know that it
-    was committed.
+    `verified` is the version whose digests it reported last, None if its memory was written since. `of` is the uid of
+    the pair that it had this version from. `uncommitted` says that the memory holds an update of which the rank does
+    not know that it was committed.
     """
 
     verified: int | None = None
@@ -61,24 +61,24 @@ class Holding(NamedTuple):
     uncommitted: bool = False
 
     def differs(self, uid: str, committed: int | None) -> str:
-        """How it contradicts a record, in words; empty when it does not."""
-        recorded = "no version" if committed is None else f"version {committed}"
+        """Contradiction to a record, in words; empty when there is none."""
+        statement = "no version" if committed is None else f"version {committed}"
         if self.verified is None:
             word = "an uncommitted update" if self.uncommitted else "no version"
-            return f"holds {word}, the record says {recorded}" if self.uncommitted or committed is not None else ""
+            return f"holds {word}, the record says {statement}" if self.uncommitted or committed is not None else ""
         if self.of != uid:
-            return f"holds version {self.verified} of another pair, the record says {recorded}"
+            return f"holds version {self.verified} of another pair, the record says {statement}"
         if self.verified != committed:
-            return f"holds version {self.verified}, the record says {recorded}"
+            return f"holds version {self.verified}, the record says {statement}"
         return ""
 
 
 class Instance(Side):
     """Run-time state of one instance.
 
-    `identities` has the process of each rank; of `displaced` processes it keeps why, by identity: they are refused
-    until the instance leaves. `latest` is the newest version that a rank says was committed to it. `deadline` is that
-    of the update under way.
+    `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
+    processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
+    it. `deadline` is that of the update under way.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Instance(Side):
         self.clear_epoch()
 
     def clear_epoch(self) -> None:
-        """Forgets what belongs to one epoch: reports, plan, rendezvous and who joined."""
+        """Forgets what belongs to one epoch: reports, plan, rendezvous and joined members."""
         self.reports: dict[int, RankReport] = {}
         self.parts: PlanParts | None = None
         self.checks: DigestCheck | None = None
@@ -120,7 +120,7 @@ class Instance(Side):
         self.told: list[tuple[str, WeightcastError]] = []
         self.suspect = False
         if self.spec.kind != "worker":
-            # Ranks of an engine speak when the engine is told to connect; those of one that was restarted are others.
+            # Ranks of an engine speak when it is told to connect; after its restart they are other processes.
             self.forget()
         self.clear_update()
 
@@ -145,7 +145,7 @@ class Instance(Side):
 
     @property
     def serves(self) -> bool:
-        """Whether the instance may answer with a version of this pair, as far as its ranks can be heard."""
+        """True if the instance may answer with a version of this pair, and no rank of it is missed."""
         return self.record.serves and not self.silent
 
     @property
@@ -155,9 +155,9 @@ class Instance(Side):
 
     @property
     def running(self) -> int | None:
-        """The epoch whose ranks were told to run, and nothing since; None if that is over."""
-        last = self.orders.last
-        return last.epoch if last is not None and last.action is Action.RUN else None
+        """The epoch of the last order, if that was to run; None otherwise."""
+        order = self.orders.last
+        return order.epoch if order is not None and order.action is Action.RUN else None
 
     @property
     def group(self) -> str:
@@ -175,43 +175,44 @@ class Instance(Side):
             yield f"{self.name} rank {rank}"
 
     def on(self, event: Event, *, version: int | None = None, reason: str = "") -> None:
-        """Moves the record on; see `pairs.advance`."""
+        """Moves the record on; see `instance_state.advance`."""
         self.adopt(advance(self.record, event, version=version, reason=reason), event, reason)
 
     def adopt(self, record: InstanceRecord, event: Event, reason: str = "") -> None:
         """Takes a record that `event` has led to."""
-        before, self.record = self.record, record
-        where = {"pair": self.pair, "instance": self.name, "version": record.target or record.version}
-        log.info("%s: %s -> %s%s", event, before.phase, record.phase, f": {reason}" if reason else "", extra=where)
+        old_record, self.record = self.record, record
+        fields = {"pair": self.pair, "instance": self.name, "version": record.target or record.version}
+        log.info("%s: %s -> %s%s", event, old_record.phase, record.phase, f": {reason}" if reason else "", extra=fields)
 
     def saved(self, record: InstanceRecord | None = None) -> SavedInstance:
-        """What has to outlive this process, with `record` in place of the present one."""
+        """State that has to outlive this process, with `record` in place of the present one."""
         record = record or self.record
-        left = record.phase is Phase.LEFT or self.leaving
-        state = (record.version, record.fenced, record.epoch, self.paused, left)
+        has_left = record.phase is Phase.LEFT or self.leaving
+        state = (record.version, record.fenced, record.epoch, self.paused, has_left)
         return SavedInstance(self.pair, self.name, self.spec, *state, dict(self.identities), dict(self.displaced))
 
     async def save(self) -> None:
-        """Writes that down. Raises ControlError when it cannot be."""
+        """Writes the state of `saved` to the store. Raises ControlError when it cannot be written."""
         await self.store.save(self.saved())
 
     def stop(self, error: WeightcastError) -> None:
-        """Ends what is under way with `error`, unless something else has failed before."""
+        """Ends what is under way with `error`, unless something else has failed already."""
         if self.failure is None:
             self.failure = error
         self.notify()
 
     async def until(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
-        """Like `wait`, but ends at once with the failure of a rank of this instance, or when one has fallen silent, and
-        when the time for the whole update is over.
+        """Waits like `wait`, but at most until the time for the whole update is over.
+
+        Raises the failure of a rank of this instance at once, and DeadlineError when a rank has fallen silent.
         """
 
         def over() -> bool:
             return self.failure is not None or bool(self.silent) or ready()
 
-        left = self.left(seconds)
-        if left < seconds:
-            await self.in_update(self.wait(over, left, missing), missing)
+        budget = self.left(seconds)
+        if budget < seconds:
+            await self.in_update(self.wait(over, budget, missing), missing)
         else:
             await self.wait(over, seconds, missing)
         if self.failure is not None:
@@ -220,11 +221,11 @@ class Instance(Side):
             raise DeadlineError(f"pair {self.pair}: {self.silence()}")
 
     def left(self, seconds: float) -> float:
-        """So many seconds, or what is left for the update under way if that is less."""
+        """The smaller of `seconds` and what is left of the time for the update under way."""
         return seconds if self.deadline is None else min(seconds, self.deadline.left)
 
     async def in_update(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
-        """Does a step of the update under way. Raises DeadlineError, with what `missing()` says, when time is over."""
+        """Runs a step of the update under way. Raises DeadlineError with the text of `missing()` when time is over."""
         deadline = self.deadline
         if deadline is None:
             await step
@@ -239,7 +240,7 @@ class Instance(Side):
                 f"pair {self.pair}: {missing()} within the {deadline.seconds:g} s of setting update for a whole update"
             ) from None
 
-    # What ranks say
+    # Reports of ranks
 
     def check_epoch(self, epoch: int) -> None:
         """Raises PairStateError with both numbers unless `epoch` is the present one."""
@@ -254,7 +255,7 @@ class Instance(Side):
             )
 
     def check_newer(self, version: int) -> None:
-        """Raises VersionError with the numbers unless `version` is newer than what is committed and what ranks hold."""
+        """Raises VersionError with the numbers unless `version` is newer than the record's and that of any rank."""
         check_version(self.record, version)
         if self.latest is not None and version <= self.latest:
             raise VersionError(
@@ -263,7 +264,7 @@ class Instance(Side):
             )
 
     def check_process(self, identity: str) -> None:
-        """Raises DisplacedError, which names both processes, for one whose place another one has taken."""
+        """Raises DisplacedError, which names both processes, if another process has taken this one's place."""
         if identity in self.displaced:
             raise DisplacedError(self.displaced[identity])
 
@@ -272,22 +273,23 @@ class Instance(Side):
         return f"{_process_name(identity)} (since {self._since.get(identity, 'before the gateway started')})"
 
     def _takes(self, rank: int, identity: str) -> str:
-        """A process is a rank: the last one that says so displaces the one before, for good, and is told here in words.
+        """Makes a process the one of a rank, and tells in words which process it has displaced.
 
-        Empty where it is the one that was known, or the first.
+        The last process to say that it is the rank displaces the one before for good. The text is empty for the process
+        that was known, or the first.
         """
         self._since.setdefault(identity, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
-        before = self.identities.setdefault(rank, identity)
-        if before == identity:
+        holder = self.identities.setdefault(rank, identity)
+        if holder == identity:
             return ""
         self.identities[rank] = identity
         beats = time.monotonic() - self.heard.get(rank, -math.inf) <= 2 * self.settings.heartbeat
-        still = ", which still beats," if beats else ""
-        text = f"{self.name} rank {rank}: {self._process(before)}{still} was displaced by {self._process(identity)}"
-        if before:
-            self.displaced[before] = f"{text}; end one of the two, or give it an instance or a rank of its own"
-            for old in tuple(self.displaced)[:-KEPT_DISPLACED]:
-                del self.displaced[old]
+        clause = ", which still beats," if beats else ""
+        text = f"{self.name} rank {rank}: {self._process(holder)}{clause} was displaced by {self._process(identity)}"
+        if holder:
+            self.displaced[holder] = f"{text}; end one of the two, or give it an instance or a rank of its own"
+            for oldest in tuple(self.displaced)[:-KEPT_DISPLACED]:
+                del self.displaced[oldest]
         log.warning("%s", text, extra={"pair": self.pair, "instance": self.name, "rank": rank})
         self.store.save_soon(self.saved())
         return text
@@ -299,35 +301,35 @@ class Instance(Side):
     async def register(
         self, epoch: int, rank: int, report: RankReport, identity: str = "", holds: Holding | None = None
     ) -> bool:
-        """The report of a rank. True when what it holds is the committed version.
+        """Takes the report of a rank. Returns True if the rank holds the committed version.
 
         `identity` is another one when the rank's process is, and so its memory; `holds` is what it says of that memory.
-        Where either is not as the record says, the instance is distrusted, whatever this gateway knows of it.
+        If either contradicts the record, the instance is distrusted, whatever this gateway knows of it.
         """
         self.check_epoch(epoch)
         check_rank(self.name, rank, self.world, self.pair)
         check_report(self.name, rank, self.world, report, self.pair)
         self.check_process(identity)
         holds = holds or Holding()
-        # Once all have reported, they are planned for by what they said.
+        # Once all have reported, the plan is made from their reports.
         complete = self.record.phase is not Phase.REGISTERING or len(self.reports) == self.world
         late = rank in self.reports and complete
-        displaced = self._takes(rank, identity)
-        differs = holds.differs(self.uid, self.record.version)
-        if differs and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:
+        displacement = self._takes(rank, identity)
+        contradiction = holds.differs(self.uid, self.record.version)
+        if contradiction and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:
             self.latest = max(holds.verified, self.latest or 0)
-            self._distrust(f"rank {rank} {differs}")
-        elif (displaced or differs) and not self.record.fenced:
-            self._distrust(f"{displaced}, with other memory" if displaced else f"rank {rank} {differs}")
-        if displaced and late:
+            self._distrust(f"rank {rank} {contradiction}")
+        elif (displacement or contradiction) and not self.record.fenced:
+            self._distrust(f"{displacement}, with other memory" if displacement else f"rank {rank} {contradiction}")
+        if displacement and late:
             self._start_over(rank)
         self.reports[rank] = report
         self._speaks(rank)
         self.notify()
-        return not (displaced or differs or self.record.fenced)
+        return not (displacement or contradiction or self.record.fenced)
 
     async def restarted(self, rank: int, identity: str = "") -> None:
-        """A rank started anew after it had joined: the instance is fenced, and connects anew."""
+        """Notes that a rank started anew after it had joined: the instance is fenced, and connects anew."""
         check_rank(self.name, rank, self.world, self.pair)
         self.check_process(identity)
         self._takes(rank, identity)
@@ -336,7 +338,7 @@ class Instance(Side):
         self.notify()
 
     def _start_over(self, rank: int) -> None:
-        """The process of a rank is another one than before, in the middle of an epoch."""
+        """Fences the instance, because the process of a rank is another one in the middle of an epoch."""
         error = ControlError(f"{self.name} rank {rank} started anew; the next update connects the instance again")
         self.suspect = True
         if not self.record.fenced:
@@ -347,20 +349,22 @@ class Instance(Side):
             self.on(Event.FAIL, reason=str(self.failure))
 
     def _speaks(self, rank: int) -> None:
-        """A rank that is missed and asks for something lives, even if its beat has not come yet."""
+        """Notes that a missed rank lives, because it asks for something before its beat has come."""
         if rank in self.heard:
             self.hear(rank, time.monotonic())
 
     async def beat(self, rank: int, identity: str) -> None:
-        """A rank lives. Raises UnregisteredError for a process other than the one that registered for the rank: an
-        engine of the pair that had this name before beats on, and a beat alone takes no place.
+        """Notes that a rank lives.
+
+        Raises UnregisteredError for a process other than the one that registered for the rank. An engine of an earlier
+        pair of this name beats on, and a beat alone takes no place.
         """
         check_rank(self.name, rank, self.world, self.pair)
         self.check_process(identity)
-        registered = self.identities.get(rank)
-        if rank in self.reports and registered is not None and registered != identity:
+        holder = self.identities.get(rank)
+        if rank in self.reports and holder is not None and holder != identity:
             raise UnregisteredError(
-                f"{self.name} rank {rank} is {self._process(registered)}; {_process_name(identity)} has not registered "
+                f"{self.name} rank {rank} is {self._process(holder)}; {_process_name(identity)} has not registered "
                 "for it since the pair was made; its beats do not count"
             )
         if self.hear(rank, time.monotonic()):
@@ -368,7 +372,7 @@ class Instance(Side):
             self.notify()
 
     async def fail_rank(self, epoch: int, who: str, error: WeightcastError) -> None:
-        """A rank could not do its step; the first failure of an epoch stops the update."""
+        """Notes that a rank could not do its step; the first failure of an epoch stops the update."""
         self.check_epoch(epoch)
         failure = type(error)(f"{who}: {error}")
         self.told.append((who, failure))
@@ -376,17 +380,18 @@ class Instance(Side):
         self.notify()
 
     def cause(self) -> WeightcastError | None:
-        """Of the failures that ranks have told the first that blames nobody who has told one: when a member is gone,
-        whoever sees it closes its connections, and others, that see only this, may be heard first.
+        """The first failure told by a rank that blames no other rank which has told one.
+
+        When a member is gone, ranks that see it close their connections. Others see only this, and may be heard first.
         """
-        members = [who for who, _ in self.told]
-        for who, failure in self.told:
-            if not any(other != who and re.search(rf"{re.escape(other)}(?!\d)", str(failure)) for other in members):
+        tellers = [teller for teller, _ in self.told]
+        for teller, failure in self.told:
+            if not any(name != teller and re.search(rf"{re.escape(name)}(?!\d)", str(failure)) for name in tellers):
                 return failure
         return self.failure
 
     async def part(self, epoch: int, side: str, rank: int, wait: float) -> bytes | None:
-        """A rank's part of the plan as it is sent; None while there is no plan yet. Raises what made planning fail."""
+        """A rank's part of the plan, encoded; None while there is no plan yet. Raises what made planning fail."""
         self.check_epoch(epoch)
         await self.poll(lambda: self.parts is not None or self.failure is not None or self.record.epoch != epoch, wait)
         self.check_epoch(epoch)
@@ -398,13 +403,13 @@ class Instance(Side):
         return await asyncio.to_thread(lambda: wire.encode_part(make(self.name, rank)))
 
     async def set_rendezvous(self, epoch: int, host: str, port: int) -> None:
-        """Where the first member of the communicator listens."""
+        """Sets the address where the first member of the communicator listens."""
         self.check_epoch(epoch)
         self.meeting = (host, port)
         self.notify()
 
     async def rendezvous(self, epoch: int, wait: float) -> tuple[str, int] | None:
-        """Where to join; None while nobody listens yet."""
+        """Host and port at which to join; None while nobody listens yet."""
         self.check_epoch(epoch)
         await self.poll(
             lambda: self.meeting is not None or self.failure is not None or self.record.epoch != epoch, wait
@@ -415,7 +420,7 @@ class Instance(Side):
         return self.meeting
 
     async def join(self, epoch: int, member: str) -> None:
-        """A member of the communicator has joined it."""
+        """Notes that a member has joined the communicator. Raises InputError for one that is no member."""
         self.check_epoch(epoch)
         if member not in self.members:
             raise InputError(f"{member!r} is no member of the communicator of instance {self.name}")
@@ -423,31 +428,32 @@ class Instance(Side):
         self.notify()
 
     async def ready(self, epoch: int, rank: int, stale: str, layers: Collection[int] | None) -> None:
-        """A rank checked its layout.
+        """Notes that a rank has checked its layout.
 
-        `stale` says what changed, empty when nothing did; `layers` are those whose placement did, None when more
+        `stale` says what changed, empty when nothing did. `layers` are those whose placement did, None when more
         changed than placements.
         """
         self.check_epoch(epoch)
         check_rank(self.name, rank, self.world, self.pair)
         if stale:
             self.stale = self.stale or f"rank {rank}: {stale}"
-            known = self.stale_layers
-            self.stale_layers = None if layers is None or known is None else known | set(layers)
+            stale_layers = self.stale_layers
+            self.stale_layers = None if layers is None or stale_layers is None else stale_layers | set(layers)
         self.ready_ranks.add(rank)
         self.notify()
 
     async def go(self, epoch: int, wait: float) -> tuple[int, Order] | None:
-        """What a rank that reported ready is to do, and the number of that order: "run", or "end" when the update was
-        called off.
+        """Order for a rank that reported ready, with its number: "run", or "end" when the update was called off.
+
+        None if there is no such order within `wait` seconds.
         """
         self.check_epoch(epoch)
 
         def last() -> tuple[int, Order]:
-            # Of this epoch: the next one may have begun before this rank was woken. None at all: an earlier life of
-            # the gateway gave them.
-            mine = (found for found in self.orders.latest() if found[1].epoch == epoch)
-            return next(mine, (self.orders.count, Order(Action.END, epoch, reason=RESTARTED)))
+            # Only orders of this epoch: the next one may have begun before this rank was woken. If there are none, an
+            # earlier life of the gateway gave them.
+            entries = (entry for entry in self.orders.latest() if entry[1].epoch == epoch)
+            return next(entries, (self.orders.count, Order(Action.END, epoch, reason=RESTARTED)))
 
         def decided() -> bool:
             return last()[1].action in (Action.RUN, Action.END, Action.FAILED, Action.LEFT)
@@ -456,7 +462,10 @@ class Instance(Side):
         return last() if decided() else None
 
     async def report_moved(self, epoch: int, rank: int, version: int, layers: Collection[int]) -> None:
-        """The placement of `layers` on a rank changed while `version` was transferred; in place of its digests."""
+        """Takes the layers whose placement on a rank changed while `version` was transferred.
+
+        They come in place of the rank's digests.
+        """
         self.check_epoch(epoch)
         self.check_target(version)
         check_rank(self.name, rank, self.world, self.pair)
@@ -468,18 +477,19 @@ class Instance(Side):
     async def report_digests(
         self, epoch: int, side: str, rank: int, version: int, report: DigestReport, first: bool = False
     ) -> None:
-        """The digests of a rank of this instance after `version` was transferred, or of a trainer rank: of its `first`
-        pass over its weights, or of its second.
+        """Takes the digests of a rank of this instance after `version` was transferred, or of a trainer rank.
+
+        A trainer rank's are of its `first` pass over its weights, or of its second.
         """
         self.check_epoch(epoch)
         self.check_target(version)
         trainer = side == "trainer"
         check_rank("trainer" if trainer else self.name, rank, self.trainer_world if trainer else self.world, self.pair)
-        of_trainer = self.first_digests if first else self.trainer_digests
-        (of_trainer if trainer else self.digests)[rank] = report
+        trainer_reports = self.first_digests if first else self.trainer_digests
+        (trainer_reports if trainer else self.digests)[rank] = report
         self.notify()
 
-    # What ranks are told
+    # Orders for ranks
 
     async def give(self, order: Order) -> None:
         """Appends an order for the ranks of the communicator."""
@@ -504,7 +514,7 @@ def _process_name(identity: str) -> str:
 
 
 def check_rank(who: str, rank: int, world: int, pair: str) -> None:
-    """Raises InputError for a rank that there is not."""
+    """Raises InputError unless `rank` is one of the `world` ranks."""
     if not 0 <= rank < world:
         raise InputError(f"{who} rank {rank} is not in 0..{world - 1} of pair {pair}")
 

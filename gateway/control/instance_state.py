@@ -6,13 +6,14 @@
                                                    |                                               v
                                                    |<---------------------commit--------------- verifying
 
-From every phase `fail` leads to *failed*, `leave` to *left*, and `rejoin` from failed, left or connected starts a new
-epoch at registering; `resend` does so from transferring, when a placement changed under the transfer.
+From every phase `leave` leads to *left*, and from all but left `fail` leads to *failed*. `rejoin` starts a new epoch at
+registering, from failed, left or connected. `resend` does so from transferring, when a placement changed under the
+transfer.
 
-`fenced` is a flag of its own. A new instance is fenced, `transfer` sets it, because from then on bytes of two versions
-may lie side by side, and only `commit` clears it. So an instance that fails while preparing still serves its old
-version, and one that fails later does not. `distrust` sets it too, when a rank turns out to be another
-process than before, or to hold something else than the record says. Versions only grow.
+`fenced` is a flag of its own. A new instance is fenced. `transfer` sets the flag, because from then on bytes of two
+versions may lie side by side, and only `commit` clears it. So an instance that fails while preparing still has its old
+version, and serves it when it connects again; one that fails later does not. `distrust` sets the flag too, when a rank
+turns out to be another process than before, or to hold something else than the record says. Versions only grow.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["Event", "InstanceRecord", "Phase", "advance", "check_version"]
 
 
 class Phase(StrEnum):
-    """Where an instance stands."""
+    """Phases of an instance within a pair."""
 
     REGISTERING = "registering"
     PLANNED = "planned"
@@ -39,7 +40,7 @@ class Phase(StrEnum):
 
 
 class Event(StrEnum):
-    """What can happen to an instance."""
+    """Events that move an instance to another phase, or change its fence."""
 
     PLAN = "plan"
     CONNECT = "connect"
@@ -77,9 +78,9 @@ _NEXT: dict[tuple[Phase, Event], Phase] = {
 class InstanceRecord:
     """State of one instance.
 
-    `version` is the last committed one, None before the first commit; `target` the one an update under way is to reach.
-    `epoch` counts how often the instance connected. `reason` says why it failed or is distrusted. `history` is every
-    event so far, oldest first, as (event, phase reached, detail).
+    `version` is the last committed one, None before the first commit; `target` is the one that the update under way is
+    to reach. `epoch` counts how often the instance connected. `reason` says why it failed or is distrusted. `history`
+    has the last 1000 events, oldest first, as (event, phase reached, detail).
     """
 
     name: str
@@ -93,7 +94,7 @@ class InstanceRecord:
 
     @property
     def serves(self) -> bool:
-        """Whether the instance may answer with a version of this pair."""
+        """True if the instance may answer with a version of this pair."""
         return self.version is not None and not self.fenced and self.phase not in (Phase.FAILED, Phase.LEFT)
 
 
@@ -106,11 +107,13 @@ def check_version(record: InstanceRecord, version: int) -> None:
 
 
 def advance(record: InstanceRecord, event: Event, *, version: int | None = None, reason: str = "") -> InstanceRecord:
-    """The record after `event`. `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL,
-    DISTRUST and RESEND.
+    """The record after `event`.
 
-    A COMMIT of the version that is committed already changes nothing. Raises PairStateError for an event that is
-    illegal in the record's phase, VersionError for a version that does not grow or is not the one being transferred.
+    `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL, DISTRUST and RESEND. A COMMIT of the version
+    that is committed already changes nothing.
+
+    Raises PairStateError for an event that is illegal in the record's phase. Raises VersionError for a version that
+    does not grow, or is not the one being transferred.
     """
     if event is Event.COMMIT and record.phase is Phase.CONNECTED and version is not None and version == record.version:
         return record

@@ -1,4 +1,4 @@
-"""What monitoring sees, in Prometheus' text format: what is so now is read off the pairs, what happened is counted."""
+"""Metrics for monitoring, in Prometheus' text format: gauges are read off the pairs, and events are counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 600.0)
 
 
 class Metrics:
-    """Counters of one gateway, and a view of its `pairs`."""
+    """Counters of one gateway, and gauges that are read off its `pairs`."""
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
         self._registry = CollectorRegistry()
@@ -56,7 +56,7 @@ class Metrics:
         )
 
     def updated(self, pair: str, instance: str, record: UpdateRecord) -> None:
-        """An update of an instance has ended."""
+        """Counts an update of an instance that has ended."""
         outcome = "committed" if record.committed else "fenced" if record.fenced else "refused"
         self._updates.labels(pair, instance, outcome).inc()
         if record.resends:
@@ -67,11 +67,11 @@ class Metrics:
             self._seconds.labels(pair, instance).observe(record.seconds)
 
     def refused(self, status: int) -> None:
-        """A request was refused for its token, its scope or its size."""
+        """Counts a request that was refused for its token, its scope or its size."""
         self._refused.labels(str(status)).inc()
 
     def text(self) -> bytes:
-        """All of it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
@@ -82,12 +82,12 @@ class _Now(Collector):
         self._pairs = pairs
 
     def collect(self) -> Iterator[Metric]:
-        where = ["pair", "instance"]
-        version = GaugeMetricFamily("weightcast_version", "Version that was committed last.", labels=where)
-        serves = GaugeMetricFamily("weightcast_serves", "1 if the instance may answer with its version.", labels=where)
-        fenced = GaugeMetricFamily("weightcast_fenced", "1 if only a full update lets it serve.", labels=where)
-        silent = GaugeMetricFamily("weightcast_silent_ranks", "Ranks that are no longer heard from.", labels=where)
-        phase = GaugeMetricFamily("weightcast_phase", "1 for the phase it is in.", labels=[*where, "phase"])
+        names = ["pair", "instance"]
+        version = GaugeMetricFamily("weightcast_version", "Version that was committed last.", labels=names)
+        serves = GaugeMetricFamily("weightcast_serves", "1 if the instance may answer with its version.", labels=names)
+        fenced = GaugeMetricFamily("weightcast_fenced", "1 if only a full update lets it serve.", labels=names)
+        silent = GaugeMetricFamily("weightcast_silent_ranks", "Ranks that are no longer heard from.", labels=names)
+        phase = GaugeMetricFamily("weightcast_phase", "1 for the phase it is in.", labels=[*names, "phase"])
         trainer = GaugeMetricFamily("weightcast_trainer_silent_ranks", "The same of the trainer.", labels=["pair"])
         for pair in tuple(self._pairs.values()):
             trainer.add_metric([pair.spec.name], len(pair.silent))
@@ -98,6 +98,6 @@ class _Now(Collector):
                 serves.add_metric(labels, instance.serves)
                 fenced.add_metric(labels, instance.record.fenced)
                 silent.add_metric(labels, len(instance.silent))
-                for one in Phase:
-                    phase.add_metric([*labels, one.value], one is instance.record.phase)
+                for state in Phase:
+                    phase.add_metric([*labels, state.value], state is instance.record.phase)
         yield from (version, serves, fenced, silent, phase, trainer)

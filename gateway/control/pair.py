@@ -1,7 +1,7 @@
-"""A pair as the gateway knows it: the trainer's reports and offers, its instances, how updates ended.
+"""A pair as the gateway knows it: the trainer's reports and offers, its instances, and how updates ended.
 
-How the steps of a connect and of an update follow one another is in `coordinator` and `transaction`; what one instance
-and its ranks say is in `instance`. One event loop, no I/O but the engine drivers and the state store.
+The order of steps is in `connect` and `update`, and `instance` has what one instance and its ranks report. All of it
+runs in one event loop. There is no I/O but that of engine drivers and the state store.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ log = logging.getLogger("weightcast.gateway")
 _START = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 MAX_INSTANCES = 10_000
-"""How many names of instances a pair remembers, those that have left too."""
+"""Number of names of instances that a pair remembers at most, with those that have left."""
 KEPT_ORDERS = 10_000
 KEPT_RESULTS = 100
-"""How many updates back a result can be asked for."""
+"""Number of past updates whose results can be asked for."""
 
 
 Updated = Callable[[str, str, UpdateRecord], None]
-"""Told of each update of an instance that has ended: pair, instance, how."""
+"""Callback for each update of an instance that has ended: pair, instance, record."""
 
 
 def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
@@ -60,9 +60,9 @@ def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
 class Pair(Side):
     """Everything the gateway knows of one pair, with the waits on it.
 
-    `busy` is held by a connect or an update: one at a time. `incarnations` are the trainer's processes, `acting` is the
+    `busy` is held by a connect or an update: one at a time. `incarnations` are the trainer's processes. `acting` is the
     generation that the connect or update under way is for. `boot` stands for this life of the pair, in which its orders
-    are numbered: a gateway that starts again, and a pair that is created again, begin another one.
+    are numbered. Another life begins when the gateway starts again, or when the pair is created again.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class Pair(Side):
         self._under_way: tuple[int, tuple[str, ...], int] | None = None
 
     def instance(self, name: str) -> Instance:
-        """Raises AbsentError naming the instances there are."""
-        found = self.instances.get(name)
-        if found is None:
+        """The instance of that name. Raises AbsentError naming the instances that there are."""
+        instance = self.instances.get(name)
+        if instance is None:
             raise AbsentError(f"pair {self.spec.name} has no instance {name!r}; it has {', '.join(self.instances)}")
-        return found
+        return instance
 
     @property
     def present(self) -> list[Instance]:
@@ -121,7 +121,7 @@ class Pair(Side):
         return max((i.newest for i in self.instances.values() if i.newest is not None), default=None)
 
     def check_boot(self, known: str) -> None:
-        """Raises ControlError for who asks about something that was begun in an earlier life of the pair."""
+        """Raises ControlError for a request about something that began in an earlier life of the pair."""
         if known not in ("", self.boot):
             raise ControlError(
                 f"pair {self.spec.name}: the gateway was restarted or the pair was created again in the meantime; what "
@@ -158,10 +158,10 @@ class Pair(Side):
         resumes: bool = False,
         takeover: bool = False,
     ) -> tuple[int, int]:
-        """The report of a trainer rank; returns the generation that it belongs to and the number of its first order.
+        """Takes the report of a trainer rank. Returns its generation, and the number of its first order.
 
         `start` stands for one start of the rank, so that a report that arrives twice is one. A rank that starts again
-        starts the trainer anew: all ranks register again, and a connect or update under way ends. Everything else:
+        starts the trainer anew: all ranks register again, and a connect or update under way ends. For the rest see
         `Incarnations.admit`.
         """
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
@@ -170,8 +170,8 @@ class Pair(Side):
             raise InputError(f"trainer rank {rank}: start is {start!r}, expected 1 to 64 letters, digits, '.' or '-'")
         if resumes and was is None:
             raise InputError(f"trainer rank {rank}: it resumes, and does not say which generation it was of")
-        known = self.incarnations.believed(rank)
-        if known is not None and known.start == start and rank in self.trainer_reports:
+        incumbent = self.incarnations.believed(rank)
+        if incumbent is not None and incumbent.start == start and rank in self.trainer_reports:
             return self.generation, self._first_order
         newcomer = TrainerProcess(rank, start, " ".join(report.host.split())[:255], pid, time.time())
         admission = self.incarnations.admit(newcomer, was=was, resumes=resumes, takeover=takeover)
@@ -185,13 +185,15 @@ class Pair(Side):
         return generation, first_order
 
     def _silence_others(self, admission: Admission) -> None:
-        """Ends the requests under way of incarnations that are believed no more."""
-        gone = {process.process: by for process, by in admission.changed if by is not None}
-        for process, by in admission.changed:
-            if by is not None:
-                log.warning("%s, was replaced by %s", process, by, extra={"pair": self.spec.name, "rank": process.rank})
-        for task, said in tuple(self.asking.items()):
-            if process_of(said.start) in gone or said.generation != self.generation:
+        """Ends the requests under way of incarnations that are no longer believed."""
+        names = {process.process: successor for process, successor in admission.changed if successor is not None}
+        for process, successor in admission.changed:
+            if successor is not None:
+                log.warning(
+                    "%s, was replaced by %s", process, successor, extra={"pair": self.spec.name, "rank": process.rank}
+                )
+        for task, incarnation in tuple(self.asking.items()):
+            if process_of(incarnation.start) in names or incarnation.generation != self.generation:
                 task.cancel()
 
     def _new_generation(self, rank: int) -> None:
@@ -209,7 +211,10 @@ class Pair(Side):
                 instance.stop(error)
 
     def follow(self, generation: int, who: str) -> None:
-        """A rank of an instance has followed the trainer in `generation`. What an older one has begun ends."""
+        """Notes that a rank of an instance has followed the trainer in `generation`.
+
+        Work that an older generation has begun ends.
+        """
         if self.incarnations.follow(generation):
             text = f"the trainer was replaced by one of generation {generation}, which {who} has followed"
             log.warning("%s", text, extra={"pair": self.spec.name})
@@ -219,16 +224,19 @@ class Pair(Side):
             self.notify()
 
     async def beat(self, rank: int) -> None:
-        """A trainer rank lives."""
+        """Notes that a trainer rank lives, if it has registered."""
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         if rank in self.trainer_reports and self.hear(rank, time.monotonic()):
             self.notify()
 
     def listen(self, now: float) -> bool:
-        """See `Side.listen`. What is under way ends when a trainer rank is missing: all instances need all of them."""
-        before = set(self.silent)
+        """Listens like `Side.listen`, and ends what is under way when a trainer rank is missing.
+
+        All instances need all trainer ranks.
+        """
+        earlier_ranks = set(self.silent)
         changed = super().listen(now)
-        if set(self.silent) - before and self.busy.locked():
+        if set(self.silent) - earlier_ranks and self.busy.locked():
             error = DeadlineError(f"pair {self.spec.name}: {self.silence()}")
             for instance in self.present:
                 instance.stop(error)
@@ -238,12 +246,14 @@ class Pair(Side):
 
     @property
     def updating(self) -> int | None:
-        """The version that the instances are being updated to."""
+        """The version that the instances are being updated to, None between updates."""
         return self._under_way[0] if self._under_way is not None else None
 
     async def offer(self, rank: int, version: int, wait: float = 0.0) -> bool | None:
-        """A trainer rank is ready to send `version`; True for the first. None while an update that ends has not ended
-        within `wait` seconds: then nothing was offered. Raises VersionError if it may not be.
+        """Takes the offer of a trainer rank that is ready to send `version`; returns True for the first one.
+
+        Returns None, and takes no offer, while an update that ends has not ended within `wait` seconds. Raises
+        VersionError for a version that is negative, not newer, or not that of other ranks.
         """
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         if version < 0:
@@ -253,15 +263,17 @@ class Pair(Side):
             raise VersionError(
                 f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one"
             )
-        before = self.offers.get(rank, version)
-        if before != version:
-            self._given_up(ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {before}"))
+        earlier_version = self.offers.get(rank, version)
+        if earlier_version != version:
+            self._given_up(
+                ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {earlier_version}")
+            )
         if self.conflict is not None and not await self.poll(lambda: not self.offers, wait):
-            return None  # an update that ends for it takes its offers along
-        others = {v for v in self.offers.values() if v != version}
-        if others:
+            return None  # the update that ends for it takes its offers along
+        other_versions = {v for v in self.offers.values() if v != version}
+        if other_versions:
             error = VersionError(
-                f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {others.pop()}"
+                f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {other_versions.pop()}"
             )
             self.conflict = self.conflict or error
             self.notify()
@@ -274,7 +286,7 @@ class Pair(Side):
         return first
 
     def _given_up(self, error: WeightcastError) -> None:
-        """A trainer rank waits no longer for the update that it offered, as one whose link was cut for a while."""
+        """Ends the update that a trainer rank no longer waits for, as when its link was cut for a while."""
         self.conflict = self.conflict or error
         if self._under_way is not None:
             for instance in self.present:
@@ -282,7 +294,7 @@ class Pair(Side):
         self.notify()
 
     async def offered(self, version: int, deadline: Deadline) -> None:
-        """Until every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks.
+        """Returns when every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks.
 
         `deadline` is that of the whole update.
         """
@@ -295,23 +307,23 @@ class Pair(Side):
         self.check_wanted()
 
     def check_wanted(self) -> None:
-        """Raises why the trainer no longer waits for the update that it offered: a rank gave it up, or is silent."""
+        """Raises an error if the trainer no longer waits for its update: a rank gave it up, or is silent."""
         if self.conflict is not None:
             raise self.conflict
         if self.silent:
             raise DeadlineError(f"pair {self.spec.name}: {self.silence()}")
 
     async def begin(self, version: int) -> list[Instance]:
-        """The instances that the update to `version` is for, from now on fixed."""
+        """Fixes the instances that the update to `version` is for, and returns them."""
         members = self.present
         self._under_way = (version, tuple(i.name for i in members), self.orders.count)
         self.notify()
         return members
 
     async def begun(self, version: int, wait: float) -> tuple[tuple[str, ...], int] | None:
-        """The instances of the update to `version`, and the number of the first order for it; None until it begins.
+        """Names of the instances of the update to `version`, and the number of its first order; None until it begins.
 
-        No instances when the update is over, or was refused before it began.
+        There are no instances if the update is over, or was refused before it began.
         """
 
         def under_way() -> bool:
@@ -323,17 +335,17 @@ class Pair(Side):
         return self._under_way[1:] if self._under_way is not None and under_way() else None
 
     def decide(self, version: int, records: dict[str, UpdateRecord]) -> None:
-        """Ends the update under way: keeps how it ended, and takes offers again."""
+        """Ends the update under way: keeps its records by instance, and takes offers again."""
         self.results[version] = records
-        for old in sorted(self.results)[:-KEPT_RESULTS]:
-            del self.results[old]
+        for past_version in sorted(self.results)[:-KEPT_RESULTS]:
+            del self.results[past_version]
         self.offers.clear()
         self.sent.clear()
         self.conflict = None
         self._under_way = None
 
     def result_text(self, version: int) -> str:
-        """How an update ended on each instance, as JSON: every trainer rank asks for it."""
+        """Records of an update by instance, as JSON; made once, though every trainer rank asks for them."""
         records = self.results[version]
         if self._result is None or self._result[0] is not records:
             self._result = records, json.dumps({name: asdict(record) for name, record in records.items()})
@@ -342,56 +354,56 @@ class Pair(Side):
     # Instances come and go
 
     async def join(self, name: str, spec: EngineSpec) -> Instance:
-        """A further instance, or one that had left: fenced until the next update has brought it the newest version."""
+        """Adds an instance, or one that had left. It is fenced until an update has brought it the newest version."""
         check_name(name)
-        known = self.instances.get(name)
-        if known in self.present:
-            if known.spec == spec:
-                return known
+        namesake = self.instances.get(name)
+        if namesake in self.present:
+            if namesake.spec == spec:
+                return namesake
             raise ControlError(f"pair {self.spec.name} has an instance {name} already; it has to leave first")
-        if known is None and len(self.instances) >= MAX_INSTANCES:
+        if namesake is None and len(self.instances) >= MAX_INSTANCES:
             raise ControlError(f"pair {self.spec.name} has had {len(self.instances)} instances; make another pair")
-        if known is not None and known.leaving:
+        if namesake is not None and namesake.leaving:
             raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
         if spec.url and spec.url in [i.spec.url for i in self.present]:
             raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
-        joining = Instance(self.spec, name, spec, known.record if known else None, self.store)
-        if known is not None:
-            joining.orders = known.orders  # ranks may have counted them
-            known.end()  # and wait for the next one there
-            joining.on(Event.REJOIN)
-            joining.on(Event.DISTRUST, reason="it had left")
-        await joining.save()
-        self.instances[name] = joining
+        newcomer = Instance(self.spec, name, spec, namesake.record if namesake else None, self.store)
+        if namesake is not None:
+            newcomer.orders = namesake.orders  # ranks may have counted them
+            namesake.end()  # and wait for the next one there
+            newcomer.on(Event.REJOIN)
+            newcomer.on(Event.DISTRUST, reason="it had left")
+        await newcomer.save()
+        self.instances[name] = newcomer
         self.notify()
-        return joining
+        return newcomer
 
     async def leave(self, name: str) -> Instance:
-        """The instance is no longer one of the pair; what is under way for it ends, and its ranks are told."""
-        leaving = self.instance(name)
-        if leaving in self.present:
-            leaving.leaving = True
+        """Takes an instance out of the pair: what is under way for it ends, and its ranks are told."""
+        instance = self.instance(name)
+        if instance in self.present:
+            instance.leaving = True
             try:
-                await leaving.save()
+                await instance.save()
             except ControlError:
-                leaving.leaving = False
+                instance.leaving = False
                 raise
-            leaving.stop(ControlError(f"instance {name} left pair {self.spec.name}"))
+            instance.stop(ControlError(f"instance {name} left pair {self.spec.name}"))
             if not self.busy.locked():
                 self.let_go()
-        return leaving
+        return instance
 
     def let_go(self) -> None:
-        """Parts with the instances that leave. Called when nothing is under way that they take part in."""
+        """Parts with the instances that leave. Called when they take part in nothing that is under way."""
         for instance in self.instances.values():
             if instance.leaving:
                 instance.leaving = False
                 instance.on(Event.LEAVE)
                 self.planners = {names: p for names, p in self.planners.items() if instance.name not in names}
                 reason, epoch = str(instance.failure or ""), instance.record.epoch
-                left = Order(Action.LEFT, epoch, reason=reason, trainer=self.generation, instance=instance.name)
-                self.orders.add(left)
-                instance.orders.add(left)
+                order = Order(Action.LEFT, epoch, reason=reason, trainer=self.generation, instance=instance.name)
+                self.orders.add(order)
+                instance.orders.add(order)
                 instance.notify()
                 self.notify()
 
@@ -399,17 +411,19 @@ class Pair(Side):
     def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:
         """A pair of an earlier life of the gateway; its instances connect anew, but for those that have left."""
         pair = cls(spec, store, updated, store.load_processes(spec.name))
-        for one in saved:
-            check_name(one.name)
-            phase = Phase.LEFT if one.left else Phase.FAILED
-            record = InstanceRecord(one.name, phase, one.epoch, one.version, fenced=one.fenced, reason=RESTARTED)
-            instance = pair.instances[one.name] = Instance(pair.spec, one.name, one.spec, record, store)
-            instance.identities, instance.displaced = dict(one.identities), dict(one.displaced)
-            instance.paused = one.paused
+        for state in saved:
+            check_name(state.name)
+            phase = Phase.LEFT if state.left else Phase.FAILED
+            record = InstanceRecord(
+                state.name, phase, state.epoch, state.version, fenced=state.fenced, reason=RESTARTED
+            )
+            instance = pair.instances[state.name] = Instance(pair.spec, state.name, state.spec, record, store)
+            instance.identities, instance.displaced = dict(state.identities), dict(state.displaced)
+            instance.paused = state.paused
         return pair
 
     def status(self) -> dict[str, Any]:
-        """The pair for people, as JSON."""
+        """State of the pair for people, as JSON."""
         return {
             "pair": self.spec.name,
             "uid": self.spec.uid,
@@ -443,13 +457,13 @@ def _status(i: Instance) -> dict[str, Any]:
 
 
 def check_name(name: str) -> None:
-    """Raises InputError for what cannot be the name of a pair or of an instance."""
+    """Raises InputError unless `name` can be the name of a pair or of an instance."""
     if not _NAME.fullmatch(name):
         raise InputError(f"name {name!r} is not 1 to 64 letters, digits, '.', '_' or '-', the first no '.'")
 
 
 def as_weightcast_error(error: BaseException) -> WeightcastError:
-    """Errors of ours as they are; anything else wrapped, so that it travels with its class name."""
+    """Returns an error of weightcast as it is, and any other one wrapped, so that it travels with its class name."""
     if isinstance(error, WeightcastError):
         return error
     return ControlError(f"{type(error).__name__}: {' '.join(str(error).split())}")

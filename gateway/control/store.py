@@ -1,11 +1,12 @@
-"""What the gateway has to know after a restart, in one SQLite file: pairs, of each instance version and fence, and of
-each trainer rank which process is believed.
+"""State that the gateway needs after a restart, in one SQLite file.
 
-What is written first is what may never be forgotten: that an instance is fenced, before its first byte is written; that
-a version is committed, before anyone is told. All that waits at one moment is written in one transaction, so that many
-instances cost one sync of the disk. What can be asked for again, reports and plans, is not kept.
+It has the pairs, the version and fence of each instance, and the process that is believed for each trainer rank.
 
-A file is read whole before anyone is served: its rows are checked against the types of their records, and none is
+What may never be forgotten is written first. A fence is on the disk before the first byte goes to an instance, and a
+commit before anyone is told of it. All that waits at one moment is written in one transaction, so that many instances
+cost one sync of the disk. Reports and plans are not kept, because ranks can be asked for them again.
+
+A file is read whole before anyone is served. Its rows are checked against the types of their records, and none is
 mended.
 """
 
@@ -34,7 +35,7 @@ __all__ = ["SavedInstance", "Store"]
 log = logging.getLogger("weightcast.gateway")
 
 FORMAT = 2
-"""Format 1 had no processes, neither of trainers nor displaced ones, and no uid of a pair: its trainers are taken as
+"""Format 1 had no processes, neither of trainers nor displaced ones, and no uid of a pair. Its trainers are taken as
 those of a gateway that has kept no state.
 """
 _READABLE = (0, 1, FORMAT)
@@ -56,9 +57,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SavedInstance:
-    """What is kept of an instance. `paused` says that its engine was paused for an update, `left` that it has left.
+    """State of an instance that is kept.
 
-    `identities` and `displaced` are those of `Instance`.
+    `paused` says that its engine was paused for an update, `left` that it has left. `identities` and `displaced` are
+    those of `Instance`.
     """
 
     pair: str
@@ -89,7 +91,7 @@ class Store:
         self.trouble = ""
 
     def open(self) -> None:
-        """Opens the file, or makes it. Raises ControlError when it cannot be used, or is not as it was written."""
+        """Opens the file, or makes it. Raises ControlError if it cannot be used, or is not as it was written."""
         if self._path is None:
             return
         if self._path.is_file() and not self._path.stat().st_size:
@@ -112,27 +114,27 @@ class Store:
         database.execute("pragma locking_mode = exclusive")  # two gateways would contradict each other
         database.execute("pragma journal_mode = wal")
         database.execute("pragma synchronous = full")
-        (found,) = database.execute("pragma user_version").fetchone()
+        (file_format,) = database.execute("pragma user_version").fetchone()
         tables = {str(row[0]) for row in database.execute("select name from sqlite_master where type = 'table'")}
-        if not found and tables:
+        if not file_format and tables:
             raise ControlError(
                 f"state file {self._path} is another program's, with table {min(tables)}; name another file"
             )
-        if found not in _READABLE:
+        if file_format not in _READABLE:
             raise ControlError(
-                f"state file {self._path} has format {found}, expected at most {FORMAT}; name another file"
+                f"state file {self._path} has format {file_format}, expected at most {FORMAT}; name another file"
             )
-        if found and (missing := _TABLES.keys() - tables - ({"processes"} if found == 1 else set())):
-            raise self.damaged(f"no table {min(missing)}")
+        if file_format and (absent_tables := _TABLES.keys() - tables - ({"processes"} if file_format == 1 else set())):
+            raise self.damaged(f"no table {min(absent_tables)}")
         database.execute("begin exclusive")
         for table in _TABLES.values():
             database.execute(table)
-        if found == 1:
-            # No JSON functions of SQLite: links without a limit are written as Infinity.
-            renewed = [
+        if file_format == 1:
+            # SQLite's JSON functions do not fit: links without a limit are written as Infinity.
+            updates = [
                 (json.dumps({**asdict(spec), "uid": uuid.uuid4().hex}), spec.name) for spec, _ in self._loaded(database)
             ]
-            database.executemany("update pairs set spec = ? where name = ?", renewed)
+            database.executemany("update pairs set spec = ? where name = ?", updates)
         database.execute(f"pragma user_version = {FORMAT}")
         check = [str(row[0]) for row in database.execute("pragma quick_check(1)")]
         if check != ["ok"]:
@@ -143,7 +145,7 @@ class Store:
         self._database = database
 
     def close(self) -> None:
-        """Closes the file, after what is being written: a task that was cancelled has left its thread at work."""
+        """Closes the file, after what is being written: the thread of a task that was cancelled is still at work."""
         with self._in_use:
             if self._database is not None:
                 self._database.close()
@@ -161,8 +163,8 @@ class Store:
             instances = [_instance_of(*row) for row in rows]
         except (sqlite3.Error, ValueError, TypeError, WeightcastError) as error:
             raise self.damaged(error) from error
-        if lost := {i.pair for i in instances} - {spec.name for spec in specs}:
-            raise self.damaged(f"instances of pair {min(lost)}, which is not in it")
+        if orphans := {i.pair for i in instances} - {spec.name for spec in specs}:
+            raise self.damaged(f"instances of pair {min(orphans)}, which is not in it")
         return [(spec, [i for i in instances if i.pair == spec.name]) for spec in specs]
 
     def damaged(self, why: object) -> ControlError:
@@ -183,28 +185,31 @@ class Store:
             raise self.damaged(error) from error
 
     async def save_processes(self, pair: str, standings: Iterable[Standing], forgotten: Iterable[str] = ()) -> None:
-        """Trainer processes of a pair, and those that are no longer known; otherwise like `save`."""
-        deletions = [("delete from processes where pair = ? and process = ?", (pair, one)) for one in forgotten]
+        """Writes trainer processes of a pair, and removes the `forgotten` ones; otherwise like `save`."""
+        deletions = [("delete from processes where pair = ? and process = ?", (pair, process)) for process in forgotten]
         await self._write([*(_saving_process(pair, standing) for standing in standings), *deletions])
 
     async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
-        """A pair with its instances."""
+        """Writes a pair with its instances; otherwise like `save`."""
         statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
         await self._write([statement, *map(_saving, instances)])
 
     async def save(self, *instances: SavedInstance) -> None:
-        """Instances, all of them or none. Returns when they are on the disk; raises ControlError when they are not."""
+        """Writes instances, all of them or none. Returns when they are on the disk.
+
+        Raises ControlError when they cannot be written.
+        """
         await self._write([_saving(instance) for instance in instances])
 
     def save_soon(self, instance: SavedInstance) -> None:
-        """The same for what is only good to know; what goes wrong is logged."""
+        """Writes an instance later, for state that is only good to know; an error is logged."""
         if self._database is not None:
             task = asyncio.create_task(self._save_later(instance))
             self._later.add(task)
             task.add_done_callback(self._later.discard)
 
     async def forget(self, pair: str) -> None:
-        """Removes a pair."""
+        """Removes a pair with its instances and processes."""
         tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
         await self._write([(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables])
 
@@ -217,11 +222,11 @@ class Store:
     async def _write(self, statements: Sequence[_Statement]) -> None:
         if self._database is None:
             return
-        done = asyncio.get_running_loop().create_future()
-        self._pending.append((statements, done))
+        future = asyncio.get_running_loop().create_future()
+        self._pending.append((statements, future))
         if self._writer is None:
             self._writer = asyncio.create_task(self._drain())
-        await done
+        await future
 
     async def _drain(self) -> None:
         while self._pending:
@@ -231,13 +236,13 @@ class Store:
                 self.trouble = ""
             except sqlite3.Error as error:
                 self.trouble = f"cannot record the gateway's state in {self._path}: {error}; is the disk full?"
-            for _, done in batch:
-                if done.cancelled():
+            for _, future in batch:
+                if future.cancelled():
                     continue
                 if self.trouble:
-                    done.set_exception(ControlError(self.trouble))
+                    future.set_exception(ControlError(self.trouble))
                 else:
-                    done.set_result(None)
+                    future.set_result(None)
         self._writer = None
 
     def _commit(self, statements: Sequence[_Statement]) -> None:
@@ -276,7 +281,7 @@ def _saving_process(pair: str, standing: Standing) -> _Statement:
 
 
 _COLUMNS = ("rank", "start", "host", "pid", "registered", "generation")
-"""Of a trainer process, all but the claim: to the next life of the gateway it is known for certain."""
+"""Fields of a trainer process, all but the claim: the next life of the gateway knows it for certain."""
 
 
 def _row(process: TrainerProcess) -> list[int | float | str]:
@@ -287,8 +292,8 @@ def _standing_of(state: str) -> Standing:
     document = _document(state, "a trainer process")
     if document.keys() != {"process", "by"}:
         raise ValueError(f"a trainer process has {', '.join(document) or 'nothing'}, expected process, by")
-    by = document["by"]
-    return Standing(_process_of(document["process"]), None if by is None else _process_of(by))
+    successor = document["by"]
+    return Standing(_process_of(document["process"]), None if successor is None else _process_of(successor))
 
 
 def _process_of(row: object) -> TrainerProcess:
@@ -298,19 +303,21 @@ def _process_of(row: object) -> TrainerProcess:
 
 
 def _instance_of(pair: str, name: str, state: str) -> SavedInstance:
-    where = f"instance {name} of pair {pair}"
-    document = {"pair": pair, "name": name, **_document(state, where)}
-    found = _read(SavedInstance, document, where)
-    if wrong := sorted(rank for rank in found.identities if rank >= found.spec.world_size):
-        raise ValueError(f"{where}: identities name rank {wrong[0]}, the instance has {found.spec.world_size} ranks")
-    return found
+    label = f"instance {name} of pair {pair}"
+    document = {"pair": pair, "name": name, **_document(state, label)}
+    instance = _read(SavedInstance, document, label)
+    if bad_ranks := sorted(rank for rank in instance.identities if rank >= instance.spec.world_size):
+        raise ValueError(
+            f"{label}: identities name rank {bad_ranks[0]}, the instance has {instance.spec.world_size} ranks"
+        )
+    return instance
 
 
 def _pair_of(name: str, spec: str) -> PairSpec:
-    found = _read(PairSpec, _document(spec, f"pair {name}"), f"pair {name}")
-    if found.name != name:
-        raise ValueError(f"pair {name}: its name is {found.name!r}")
-    return found
+    pair = _read(PairSpec, _document(spec, f"pair {name}"), f"pair {name}")
+    if pair.name != name:
+        raise ValueError(f"pair {name}: its name is {pair.name!r}")
+    return pair
 
 
 def _document(text: str, where: str) -> dict[str, object]:
@@ -321,17 +328,17 @@ def _document(text: str, where: str) -> dict[str, object]:
 
 
 def _read(kind: type[T], document: dict[str, object], where: str) -> T:
-    """The record in a document. Raises ValueError for fields of another type, and for those that there are none of."""
+    """The record in a document. Raises ValueError for fields of another type, and for fields that it does not have."""
     try:
-        found = TypeAdapter(kind).validate_json(json.dumps(document), strict=True)
+        record = TypeAdapter(kind).validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {place} is {first['input']!r:.80}: {first['msg']}") from None
-    written: dict[str, object] = json.loads(json.dumps(asdict(found)))  # type: ignore[call-overload]
-    if unknown := sorted(_fields(document) - _fields(written)):
-        raise ValueError(f"{where}: {unknown[0]} is not known")
-    return found
+        path = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {path} is {first['input']!r:.80}: {first['msg']}") from None
+    content: dict[str, object] = json.loads(json.dumps(asdict(record)))  # type: ignore[call-overload]
+    if unknown_fields := sorted(_fields(document) - _fields(content)):
+        raise ValueError(f"{where}: {unknown_fields[0]} is not known")
+    return record
 
 
 def _fields(document: object, at: str = "") -> set[str]:

@@ -1,14 +1,14 @@
-"""How an update proceeds: the order of steps, the deadlines, and what a failure leads to.
+"""Steps of an update: their order, their deadlines, and what a failure leads to.
 
-The order "run" is given when every trainer rank has digested its weights, and ranks digest them again after it: so both
-passes have the state of one moment, or differ. What must not be served is refused before it.
+The order "run" is given when every trainer rank has digested its weights, and ranks digest them again after it. So both
+passes have the state of one moment, or differ. Values that must not be served are refused before it.
 
-From the order "run" until its commit an instance is fenced; when an update fails after that point its engine stays
-paused, and only a full verified update resumes it. A placement that changes before a byte was written is planned anew;
-one that changes under the transfer makes the layers concerned go out again, within the same update.
+From the order "run" until its commit an instance is fenced. When an update fails after that point its engine stays
+paused, and only a full verified update resumes it. A placement that changes before a byte was written is planned anew.
+One that changes under the transfer makes the layers concerned go out again, within the same update.
 
-Each instance goes its own way, unless the pair commits all of them together: then `Agreement` makes them wait for one
-another before the first byte, before the version is stamped, and before it is committed.
+Each instance goes its own way, unless the pair commits all of them together. Then `Agreement` makes them wait for one
+another: before the first byte, before the version is stamped, and before it is committed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = ["update"]
 log = logging.getLogger("weightcast.gateway")
 
 _SHOWN = 4
-"""Tensors that a message names."""
+"""Number of tensors that a message names."""
 _NAMED_TENSORS = 20
-"""Tensors with values that are not finite which a record names."""
+"""Number of tensors with values that are not finite that a record names."""
 _HEARING = 0.3
-"""Seconds that other ranks have to say what they saw, after one has said why it failed."""
+"""Seconds that other ranks have to tell what they saw, after one has told its failure."""
 
 
 class _MovedError(UpdateError):
@@ -64,10 +64,10 @@ async def update(pair: Pair, version: int, host: str, port: int) -> None:
             await pair.busy.acquire()
     except TimeoutError:
         reason = f"pair {pair.spec.name}: it was still being connected {deadline.seconds:g} s after the first offer"
-        decided = {
+        records = {
             i.name: UpdateRecord(version, False, i.record.fenced, reason, deadline.seconds) for i in pair.present
         }
-        pair.decide(version, decided)
+        pair.decide(version, records)
         pair.notify()
         return
     try:
@@ -89,8 +89,8 @@ async def _update(pair: Pair, version: int, host: str, port: int, deadline: Dead
         instances = await pair.begin(version)
         for instance in instances:
             instance.deadline = deadline
-        together = Agreement(instances if pair.spec.commit == "all" else ())
-        steps = (_Update(pair, instance, version, host, port, together).run() for instance in instances)
+        agreement = Agreement(instances if pair.spec.commit == "all" else ())
+        steps = (_Update(pair, instance, version, host, port, agreement).run() for instance in instances)
         records = await asyncio.gather(*steps)
         for instance in instances:
             instance.deadline = None
@@ -100,15 +100,17 @@ async def _update(pair: Pair, version: int, host: str, port: int, deadline: Dead
 
 async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
     """Tells the ranks that have offered that there will be no update; the instance is as it was."""
-    where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
-    log.error("pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=where)
+    fields = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+    log.error(
+        "pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=fields
+    )
     record = UpdateRecord(version, False, instance.record.fenced, str(error), 0.0)
     await pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)))
     return record
 
 
 class _Update:
-    """One update of one instance."""
+    """One update of one instance, from its first step to its record."""
 
     def __init__(self, pair: Pair, instance: Instance, version: int, host: str, port: int, together: Agreement) -> None:
         self._pair, self._instance, self._version = pair, instance, version
@@ -119,7 +121,7 @@ class _Update:
     async def run(self) -> UpdateRecord:
         """Goes through the steps as often as it takes; whatever happens, the ranks are told how it ended."""
         pair, instance, version = self._pair, self._instance, self._version
-        begun = time.monotonic()
+        start = time.monotonic()
         verified: DigestCounts | None = None
         reason = ""
         try:
@@ -140,7 +142,7 @@ class _Update:
             committed,
             instance.record.fenced,
             reason,
-            time.monotonic() - begun,
+            time.monotonic() - start,
             verified,
             self._attempts,
             self._resends,
@@ -161,40 +163,40 @@ class _Update:
                 await self._reconnect_if_needed()
                 instance.check_newer(self._version)  # ranks that registered just now may hold a newer one
                 return await self._attempt()
-            except StalePlanError as stale:
+            except StalePlanError as stale_plan:
                 if instance.record.phase is not Phase.PREPARING:
-                    raise  # nobody said which layers: only a full update can clear the fence
+                    raise  # the layers are unknown: only a full update can clear the fence
                 await self._best_effort("end the session", instance.driver.end())
-                instance.on(Event.CANCEL, reason=str(stale))
+                instance.on(Event.CANCEL, reason=str(stale_plan))
                 if self._attempts - self._resends - self._retries > settings.replans:
                     raise
-                log.warning("instance %s: %s; planning anew", instance.name, stale, extra=self._where)
+                log.warning("instance %s: %s; planning anew", instance.name, stale_plan, extra=self._where)
                 await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
-                instance.on(Event.FAIL, reason=str(stale))
+                instance.on(Event.FAIL, reason=str(stale_plan))
                 if instance.resend is not None:
                     layers = instance.stale_layers
                     instance.resend = None if layers is None else instance.resend | layers
-            except _MovedError as moved:
+            except _MovedError as move:
                 if self._resends == settings.resends:
                     raise
                 self._resends += 1
-                log.warning("instance %s: %s; sending them again", instance.name, moved, extra=self._where)
-                layers = {layer for reported in instance.moved.values() for layer in reported}
+                log.warning("instance %s: %s; sending them again", instance.name, move, extra=self._where)
+                layers = {layer for rank_layers in instance.moved.values() for layer in rank_layers}
                 instance.resend = layers if instance.resend is None else instance.resend | layers
-                await self._send_again(moved)
-            except TransferError as lost:
-                if isinstance(lost, DeadlineError) or instance.record.phase is not Phase.TRANSFERRING:
-                    raise  # who is late would be late again
+                await self._send_again(move)
+            except TransferError as loss:
+                if isinstance(loss, DeadlineError) or instance.record.phase is not Phase.TRANSFERRING:
+                    raise  # a rank that is late would be late again
                 if self._retries == settings.retries:
                     raise
                 self._retries += 1
-                log.warning("instance %s: %s; connecting anew", instance.name, lost, extra=self._where)
+                log.warning("instance %s: %s; connecting anew", instance.name, loss, extra=self._where)
                 instance.resend = None
                 await self._best_effort("end the session", instance.driver.end())
-                await self._send_again(lost)
+                await self._send_again(loss)
 
     async def _send_again(self, why: WeightcastError) -> None:
-        """The instance is described, planned and joined anew, and stays fenced; the update goes on."""
+        """Makes the instance be described, planned and joined anew. It stays fenced, and the update goes on."""
         instance = self._instance
         await self._best_effort("disconnect", instance.driver.disconnect(instance.group))
         instance.on(Event.RESEND, reason=str(why))
@@ -207,16 +209,19 @@ class _Update:
         pair.check_wanted()  # a connect forgets what the instance was told to stop for
         if instance.record.phase is Phase.CONNECTED and instance.failure is None:
             return
-        before = instance.layout
+        old_layout = instance.layout
         await connect_instances(pair, [instance], self._host, self._port)
         if instance.failure is not None:
             raise instance.failure
         if instance.resend is not None:
-            moved = _moved_layers(before, instance.layout)
-            instance.resend = None if moved is None else instance.resend | moved
+            moved_layers = _moved_layers(old_layout, instance.layout)
+            instance.resend = None if moved_layers is None else instance.resend | moved_layers
 
     async def _attempt(self) -> DigestCounts:
-        """One pass through all steps. Raises StalePlanError while nothing was written, _MovedError afterwards."""
+        """Makes one pass through all steps.
+
+        Raises StalePlanError while nothing was written, and _MovedError afterwards.
+        """
         pair, instance, version = self._pair, self._instance, self._version
         instance.clear_update()
         instance.on(Event.PREPARE, version=version)
@@ -230,14 +235,14 @@ class _Update:
             await self._prepare(call)
             await self._first_pass()
             await self._together.reach(instance, "ready", instance.left(pair.spec.settings.longest))
-            fenced = advance(instance.record, Event.TRANSFER)
-            await instance.store.save(instance.saved(fenced))  # before the first byte, not after it
-            instance.adopt(fenced, Event.TRANSFER)
+            record = advance(instance.record, Event.TRANSFER)
+            await instance.store.save(instance.saved(record))  # before the first byte, not after it
+            instance.adopt(record, Event.TRANSFER)
             layers = None if instance.resend is None else tuple(sorted(instance.resend))
             await pair.give(instance, Order(Action.RUN, instance.record.epoch, version, layers=layers))
             await self._transfer(call)
         except Exception as error:
-            # Ranks that are ready wait for the order to begin, and those that run for others that may be gone.
+            # Ranks that are ready wait for the order to begin, and ranks that run wait for others that may be gone.
             await pair.give(instance, Order(Action.END, instance.record.epoch, reason=str(error)))
             raise
         finally:
@@ -251,7 +256,7 @@ class _Update:
         return verified
 
     async def _asked(self, what: str, step: Awaitable[None]) -> None:
-        """A step of the engine, within the time for the whole update."""
+        """Runs a step of the engine, within the time for the whole update."""
         instance = self._instance
         await instance.in_update(step, lambda: f"the engine of instance {instance.name} did not {what}")
 
@@ -284,33 +289,33 @@ class _Update:
                 "their weights before the transfer"
             ),
         )
-        first = dict(instance.first_digests)
-        if not any(len(report.values.row) for report in first.values()):
+        reports = dict(instance.first_digests)
+        if not any(len(report.values.row) for report in reports.values()):
             return
-        instance.non_finite = await asyncio.to_thread(checks.non_finite, first, instance.name)
-        refused = instance.spec.refused(instance.non_finite)
-        if refused:
+        instance.non_finite = await asyncio.to_thread(checks.non_finite, reports, instance.name)
+        entries = instance.spec.refused(instance.non_finite)
+        if entries:
             raise NonFiniteError(
-                f"instance {instance.name}: values are not finite: {_listed(refused)}; version {self._version} was not "
+                f"instance {instance.name}: values are not finite: {_listed(entries)}; version {self._version} was not "
                 "sent, and the one before goes on; mend the weights, or allow these tensors by allow_non_finite"
             )
         if instance.non_finite:
-            found = _listed(instance.non_finite)
-            log.warning("instance %s: values are not finite: %s", instance.name, found, extra=self._where)
+            text = _listed(instance.non_finite)
+            log.warning("instance %s: values are not finite: %s", instance.name, text, extra=self._where)
 
     async def _transfer(self, call: asyncio.Task[None]) -> None:
         instance, senders = self._instance, self._pair.spec.trainer_world
-        # The call of an engine ends when its ranks have received, and what trainer ranks digest then is waited for with
-        # its own digests. Where there is no engine to call, the end of the transfer is heard by digests alone.
-        calls = instance.spec.kind != "worker"
+        # The call of an engine ends when its ranks have received. The digests that trainer ranks make then are waited
+        # for with its own. Where there is no engine to call, digests alone tell the end of the transfer.
+        has_engine = instance.spec.kind != "worker"
 
         def missing() -> str:
-            late = "" if calls else absent(instance.trainer_digests, senders)
-            who = f"trainer ranks {late}" if late else "the engine"
-            return f"instance {instance.name}: {who} did not finish the transfer"
+            ranks = "" if has_engine else absent(instance.trainer_digests, senders)
+            party = f"trainer ranks {ranks}" if ranks else "the engine"
+            return f"instance {instance.name}: {party} did not finish the transfer"
 
         await instance.until(
-            lambda: call.done() and (calls or len(instance.trainer_digests) == senders),
+            lambda: call.done() and (has_engine or len(instance.trainer_digests) == senders),
             instance.settings.transfer,
             missing,
         )
@@ -320,9 +325,9 @@ class _Update:
         instance, senders = self._instance, self._pair.spec.trainer_world
 
         def missing() -> str:
-            late = absent(instance.digests.keys() | instance.moved.keys(), instance.world)
-            who = f"its ranks {late}" if late else f"trainer ranks {absent(instance.trainer_digests, senders)}"
-            return f"instance {instance.name}: no digests of {who}"
+            ranks = absent(instance.digests.keys() | instance.moved.keys(), instance.world)
+            party = f"its ranks {ranks}" if ranks else f"trainer ranks {absent(instance.trainer_digests, senders)}"
+            return f"instance {instance.name}: no digests of {party}"
 
         def answered() -> bool:
             ranks = len(instance.digests.keys() | instance.moved.keys()) == instance.world
@@ -338,18 +343,19 @@ class _Update:
         if self._pair.spec.verify is Verify.OFF:
             return DigestCounts(0, 0, 0, 0, 0)
         slots = {rank: table.slot for rank, table in enumerate(layout.tables)}
-        # What is compared is what was kept.
-        first, sent, held = dict(instance.first_digests), dict(instance.trainer_digests), dict(instance.digests)
+        # Copies: reports that come while these are compared change nothing.
+        first, second, reports = dict(instance.first_digests), dict(instance.trainer_digests), dict(instance.digests)
 
         def compare() -> DigestCounts:
-            checks.check_unchanged(first, sent)
-            return checks.compare(sent, instance.name, held, slots)
+            checks.check_unchanged(first, second)
+            return checks.compare(second, instance.name, reports, slots)
 
         return await asyncio.to_thread(compare)
 
     async def _over(self, call: asyncio.Task[None]) -> None:
-        """The engine's call must be over before anything else is asked of the engine; nobody waits long for the answer
-        of one that is not heard from.
+        """Waits for the end of the engine's call, before anything else is asked of the engine.
+
+        The wait is short for an engine that is not heard from.
         """
         settings = self._pair.spec.settings
         seconds = max(self._instance.left(settings.engine), settings.clean_up)
@@ -360,7 +366,9 @@ class _Update:
     def _moved(self) -> _MovedError:
         instance = self._instance
         rank = min(instance.moved)
-        layers = ", ".join(map(str, sorted({layer for found in instance.moved.values() for layer in found})))
+        layers = ", ".join(
+            map(str, sorted({layer for rank_layers in instance.moved.values() for layer in rank_layers}))
+        )
         text = f"instance {instance.name}: rank {rank}: the expert placement of layers {layers} changed"
         if not self._resends:
             return _MovedError(f"{text} during the transfer")
@@ -370,23 +378,28 @@ class _Update:
         )
 
     async def _commit(self) -> None:
-        """The version is the instance's once this is on the disk; of all in one write, where they commit together."""
-        committing = self._together.committing(self._instance)
-        for one in committing:
-            if one.failure is not None:
-                raise one.failure
-        records = [advance(one.record, Event.COMMIT, version=self._version) for one in committing]
-        if records:  # of all for the first, and of none for the others
-            await self._pair.store.save(*(one.saved(record) for one, record in zip(committing, records, strict=True)))
-        for one, record in zip(committing, records, strict=True):
-            one.adopt(record, Event.COMMIT)
-            if one.suspect:  # a rank started anew in this very moment, with other memory
-                one.on(Event.DISTRUST, reason=str(one.failure))
-                one.store.save_soon(one.saved())
+        """Commits the version by a write to the disk; in one write for all instances that commit together."""
+        members = self._together.committing(self._instance)
+        for member in members:
+            if member.failure is not None:
+                raise member.failure
+        records = [advance(member.record, Event.COMMIT, version=self._version) for member in members]
+        if records:  # of all instances for the first, and of none for the others
+            await self._pair.store.save(
+                *(member.saved(record) for member, record in zip(members, records, strict=True))
+            )
+        for member, record in zip(members, records, strict=True):
+            member.adopt(record, Event.COMMIT)
+            if member.suspect:  # a rank started anew in this very moment, with other memory
+                member.on(Event.DISTRUST, reason=str(member.failure))
+                member.store.save_soon(member.saved())
         await self._together.committed(self._instance, self._pair.spec.settings.longest)
 
     async def _resume(self) -> str:
-        """Lets the engine go on with the committed version; what kept it from that, in one line, or nothing."""
+        """Lets the engine go on with the committed version.
+
+        Returns what kept it from that, in one line; an empty text if nothing did.
+        """
         instance = self._instance
         if instance.record.fenced:
             reason = instance.failure or instance.record.reason
@@ -404,14 +417,14 @@ class _Update:
         return ""
 
     async def _heard(self, error: WeightcastError) -> WeightcastError:
-        """What failed, after what other ranks say of it that was told by one."""
+        """The cause of a failure. If a rank told it, other ranks get a moment to tell what they saw."""
         if error is not self._instance.failure or not self._instance.told:
             return error
         await asyncio.sleep(_HEARING)
         return self._instance.cause() or error
 
     async def _fail(self, error: WeightcastError) -> None:
-        """Says what failed, closes the engine's session, and resumes the engine only if it holds one whole version."""
+        """Logs the failure, closes the engine's session, and resumes the engine only if it holds one whole version."""
         instance = self._instance
         log.error("pair %s instance %s: update failed: %s", instance.pair, instance.name, error, extra=self._where)
         self._together.give_up(instance, error)
@@ -430,22 +443,22 @@ class _Update:
             instance.store.save_soon(instance.saved())
 
     async def _best_effort(self, what: str, step: Awaitable[None]) -> None:
-        """After a failure: one more refusal changes nothing, but is said; nor does an engine that answers no more."""
+        """Runs a step after a failure. One more refusal, or no answer at all, is logged and changes nothing."""
         try:
             await asyncio.wait_for(step, self._pair.spec.settings.clean_up)
-        except Exception as second:  # the first failure is the one to report
-            name = type(second).__name__
-            log.warning("instance %s: could not %s: %s %s", self._instance.name, what, name, second, extra=self._where)
+        except Exception as refusal:  # the first failure is the one to report
+            name = type(refusal).__name__
+            log.warning("instance %s: could not %s: %s %s", self._instance.name, what, name, refusal, extra=self._where)
 
 
 def _listed(values: Sequence[NonFinite]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(values) - _SHOWN} tensors more" if len(values) > _SHOWN else ""
-    return "; ".join(map(str, values[:_SHOWN])) + more
+    """The first values in words, and the number of tensors beyond them."""
+    suffix = f" and {len(values) - _SHOWN} tensors more" if len(values) > _SHOWN else ""
+    return "; ".join(map(str, values[:_SHOWN])) + suffix
 
 
 def _moved_layers(before: InstanceLayout | None, now: InstanceLayout | None) -> set[int] | None:
-    """Layers whose placement differs between two descriptions; None where more than that does."""
+    """Layers whose placement differs between two descriptions; None if more than that differs."""
     old = before.placement if before else None
     new = now.placement if now else None
     if old is None and new is None:
@@ -456,5 +469,5 @@ def _moved_layers(before: InstanceLayout | None, now: InstanceLayout | None) -> 
 
 
 def _refused(call: asyncio.Task[None]) -> bool:
-    """Whether an engine's call came back with an error; then nobody else needs to be waited for."""
+    """True if an engine's call ended with an error; then nobody else needs to be waited for."""
     return call.done() and not call.cancelled() and call.exception() is not None

@@ -1,6 +1,6 @@
-"""Waiting, with a deadline, until shared state of the gateway is as one needs it, and noticing who is no longer there.
+"""Waits with a deadline for shared state of the gateway, and notice of ranks that are no longer heard from.
 
-One event loop, no threads.
+All of it runs in one event loop, without threads.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ T = TypeVar("T")
 
 
 class Journal(Generic[T]):
-    """What happened, in order and numbered from 0; only the last `kept` entries are still there."""
+    """Entries in order, numbered from 0; only the last `kept` of them are still there."""
 
     def __init__(self, kept: int) -> None:
         self._entries: deque[T] = deque(maxlen=kept)
         self.count = 0
 
     def add(self, entry: T) -> None:
-        """One more."""
+        """Appends an entry; the oldest one gives way when the journal is full."""
         self._entries.append(entry)
         self.count += 1
 
     def latest(self) -> Iterator[tuple[int, T]]:
-        """Those that are still there with their numbers, newest first."""
+        """Entries that are still there with their numbers, newest first."""
         return zip(range(self.count - 1, -1, -1), reversed(self._entries), strict=False)
 
     @property
     def last(self) -> T | None:
-        """The newest, if there is one."""
+        """The newest entry, None before the first."""
         return self._entries[-1] if self._entries else None
 
     def since(self, number: int) -> list[T]:
-        """Those from `number` on that are still there."""
+        """Entries from `number` on that are still there, oldest first."""
         return [entry for _, entry in islice(self.latest(), max(self.count - number, 0))][::-1]
 
 
@@ -52,41 +52,41 @@ class Changes:
         self._waits: dict[asyncio.Future[bool], Callable[[], bool]] = {}
 
     def notify(self) -> None:
-        """Wakes the waits on this state that are over; call after each change of it."""
-        over = [woken for woken, ready in self._waits.items() if ready()]
-        for woken in over:
-            _wake(woken, True)
-            del self._waits[woken]
+        """Wakes the waits whose condition now holds; call after each change of the state."""
+        futures = [future for future, ready in self._waits.items() if ready()]
+        for future in futures:
+            _wake(future, True)
+            del self._waits[future]
 
     def end(self) -> None:
         """Wakes every wait as if its time were over: nothing will change any more."""
-        for woken in self._waits:
-            _wake(woken, False)
+        for future in self._waits:
+            _wake(future, False)
 
     async def wait(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
-        """Until `ready()`. Raises DeadlineError with what `missing()` says when `seconds` have passed."""
+        """Returns when `ready()` holds. Raises DeadlineError with the text of `missing()` after `seconds`."""
         if not await self.poll(ready, seconds):
             raise DeadlineError(f"{self._label}: {missing()} within {seconds:g} s")
 
     async def poll(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Like `wait`, for long polls: False instead of an error when the time is over.
+        """Waits like `wait`, for long polls: returns False instead of an error when the time is over.
 
-        `ready` is asked at each change, by whoever makes it: it only looks, and is quick.
+        `ready` is called at each change, by the code that makes it: it only looks, and is quick.
         """
         loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
+        deadline = loop.time() + seconds
         while not ready():
-            if loop.time() >= until:
+            if loop.time() >= deadline:
                 return False
-            woken = loop.create_future()
-            self._waits[woken] = ready
-            late = loop.call_at(until, _wake, woken, False)
+            future = loop.create_future()
+            self._waits[future] = ready
+            timer = loop.call_at(deadline, _wake, future, False)
             try:
-                if not await woken:
+                if not await future:
                     return ready()
             finally:
-                late.cancel()
-                self._waits.pop(woken, None)
+                timer.cancel()
+                self._waits.pop(future, None)
         return True
 
 
@@ -98,7 +98,8 @@ def _wake(woken: asyncio.Future[bool], changed: bool) -> None:
 class Side(Changes):
     """The trainer or an instance: its ranks beat, and those that have stopped are known.
 
-    `heard` is when each rank that has ever beaten was heard from last, `silent` who was not for `patience` seconds.
+    `heard` has the time (`time.monotonic`) at which each rank was last heard from. `silent` are the ranks that were not
+    heard from for `patience` seconds.
     """
 
     def __init__(self, label: str, who: str, patience: float) -> None:
@@ -108,21 +109,21 @@ class Side(Changes):
         self.silent: tuple[int, ...] = ()
 
     def hear(self, rank: int, now: float) -> bool:
-        """A rank lives; True when it had been missed."""
+        """Notes that a rank lives; returns True if it had been missed."""
         self.heard[rank] = now
         return rank in self.silent and self.listen(now)
 
     def listen(self, now: float) -> bool:
-        """Finds out who is missing; True when that has changed."""
-        late = (rank for rank, at in self.heard.items() if now - at > self._patience)
-        before, self.silent = self.silent, tuple(sorted(late))
-        return before != self.silent
+        """Finds the ranks that are missing; returns True if these have changed."""
+        ranks = (rank for rank, beat in self.heard.items() if now - beat > self._patience)
+        earlier_ranks, self.silent = self.silent, tuple(sorted(ranks))
+        return earlier_ranks != self.silent
 
     def forget(self) -> None:
-        """Nobody has beaten yet."""
+        """Forgets all beats: no rank has been heard, and none is missed."""
         self.heard, self.silent = {}, ()
 
     def silence(self) -> str:
-        """Who is missing, in words."""
+        """The ranks that are missing, in words, for messages."""
         ranks = ", ".join(map(str, self.silent))
         return f"{self._who} ranks {ranks} were not heard from for {self._patience:g} s"

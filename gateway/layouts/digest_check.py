@@ -1,11 +1,11 @@
-"""Compares the digests of both sides after an update: what lies in an instance's memory is what the trainer sent.
+"""Compares the digests of both sides after an update: an instance's memory must hold what the trainer sent.
 
-Every digest that the plan asks for must be there, from the rank that it asks. Inside the instance all regions of one
-cell must agree, so each replica of an expert is checked by itself. Then, per logical tensor and dtype, the cells of
-each side add up to one number whatever its layout, and the two numbers must be equal. Nothing missing counts as equal.
+Every digest that the plan asks for must come from the rank that it names. Inside the instance all regions of one cell
+must agree, so each replica of an expert is checked by itself. Then the digests of the cells are added up, per logical
+tensor and dtype. The two sides must have equal sums, whatever their layouts. A missing digest never counts as equal.
 
-A trainer's rank digests twice, and both passes must agree: else weights changed while they were sent. Its first pass
-also counts values that are not finite.
+A trainer rank digests twice. If its two passes differ, weights changed while they were sent. Its first pass also counts
+values that are not finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOWN_PLACES = 4
 
 
 class DigestCheck:
-    """Compares instances of a plan with the trainer, whose digests are put in order once for all that it feeds."""
+    """Compares instances of a plan with the trainer, whose digests are sorted and added up once for all of them."""
 
     def __init__(self, plan: TransferPlan) -> None:
         self._plan = plan
@@ -47,43 +47,45 @@ class DigestCheck:
         reports: Mapping[int, DigestReport],
         slots: Mapping[int, IntArray] | None = None,
     ) -> DigestCounts:
-        """See `compare_digests`. May be called by several threads."""
+        """Compares one instance with the trainer, see `compare_digests`. Several threads may call it."""
         plan = self._plan
         if instance not in plan.instances:
             raise LayoutError(f"the plan has no instance {instance!r}; it has {', '.join(plan.instances)}")
-        sent = self._gathered(trainer)
-        held = _gather(plan, plan.instances.index(instance), instance, reports, slots)
-        _check_replicas(held, sent.sums)
-        _check_sums(sent.side, held, sent.sums)
-        return _counts(held)
+        reference = self._gathered(trainer)
+        side = _gather(plan, plan.instances.index(instance), instance, reports, slots)
+        _check_replicas(side, reference.sums)
+        _check_sums(reference.side, side, reference.sums)
+        return _counts(side)
 
     def check_unchanged(self, first: Mapping[int, DigestReport], second: Mapping[int, DigestReport]) -> None:
-        """Both passes of every trainer rank have the same digests. Raises WeightsChangedError naming tensors and ranks
-        that differ, DigestMismatchError for a report that misfits.
+        """Checks that both passes of every trainer rank have the same digests.
+
+        Raises WeightsChangedError naming tensors and ranks that differ, and DigestMismatchError for a report that does
+        not fit the plan.
         """
-        changed: dict[str, set[int]] = {}
+        ranks_by_name: dict[str, set[int]] = {}
         for rank, report in sorted(second.items()):
             rows = self._rows_of(rank)
-            for one in (first[rank], report):
-                _check_report(self._plan, rows, one, rank, None)
+            for pass_report in (first[rank], report):
+                _check_report(self._plan, rows, pass_report, rank, None)
             if report is first[rank]:
                 continue
             tensors = np.unique(rows.tensor[report.digest != first[rank].digest])
             for tensor in tensors.tolist():
-                changed.setdefault(self._plan.tensors.names[tensor], set()).add(rank)
-        if changed:
+                ranks_by_name.setdefault(self._plan.tensors.names[tensor], set()).add(rank)
+        if ranks_by_name:
             places = [
                 f"{name!r} on trainer ranks {number_ranges(ranks)}"
-                for name, ranks in list(changed.items())[:_SHOWN_PLACES]
+                for name, ranks in list(ranks_by_name.items())[:_SHOWN_PLACES]
             ]
-            more = f" and {len(changed) - len(places)} tensors more" if len(changed) > len(places) else ""
+            suffix = f" and {len(ranks_by_name) - len(places)} tensors more" if len(ranks_by_name) > len(places) else ""
             raise WeightsChangedError(
-                f"the trainer's weights changed during update(): {', '.join(places)}{more} had other digests before "
+                f"the trainer's weights changed during update(): {', '.join(places)}{suffix} had other digests before "
                 f"they were sent than afterwards; let weights stand still until update() has returned; {_FENCED}"
             )
 
     def non_finite(self, first: Mapping[int, DigestReport], instance: str) -> tuple[NonFinite, ...]:
-        """What the trainer ranks have counted in the tensors of an instance, in its dtypes."""
+        """Values that are not finite in tensors of an instance, in its dtypes, as trainer ranks have counted them."""
         plan = self._plan
         counts: dict[tuple[int, int], dict[int, dict[int, list[int]]]] = {}
         for rank, report in first.items():
@@ -96,36 +98,36 @@ class DigestCheck:
                 counts.setdefault(key, {}).setdefault(int(rows.cell[row]), {})[rank] = numbers
         if not counts:
             return ()
-        wanted = plan.digests.between(*self._between(plan.instances.index(instance)))
-        keys = set(zip(wanted.tensor.tolist(), wanted.dtype.tolist(), strict=True))
-        found = []
+        instance_rows = plan.digests.between(*self._between(plan.instances.index(instance)))
+        keys = set(zip(instance_rows.tensor.tolist(), instance_rows.dtype.tolist(), strict=True))
+        entries = []
         for tensor, dtype in sorted(counts.keys() & keys):
             cells = counts[tensor, dtype].values()
             nan, inf, overflow = np.sum([np.max(list(cell.values()), axis=0) for cell in cells], axis=0).tolist()
             ranks = tuple(sorted({rank for cell in cells for rank in cell}))
-            found.append(NonFinite(plan.tensors.names[tensor], dtype_name(dtype), nan, inf, overflow, ranks))
-        return tuple(found)
+            entries.append(NonFinite(plan.tensors.names[tensor], dtype_name(dtype), nan, inf, overflow, ranks))
+        return tuple(entries)
 
     def _between(self, index: int) -> tuple[int, int]:
-        """The digest rows of an instance, or of the trainer."""
-        begin, end = np.searchsorted(self._plan.digests.instance, (index, index + 1)).tolist()
-        return begin, end
+        """Bounds of the digest rows of an instance, or of the trainer: the first, and one past the last."""
+        start, stop = np.searchsorted(self._plan.digests.instance, (index, index + 1)).tolist()
+        return start, stop
 
     def _rows_of(self, rank: int) -> DigestRows:
-        """The digest rows of a trainer rank, as it reports them."""
+        """The digest rows of a trainer rank, in the order of its report."""
         rows = self._plan.digests.between(*self._between(TRAINER))
         return rows.take(np.flatnonzero(rows.rank == rank))
 
     def _gathered(self, trainer: Mapping[int, DigestReport]) -> _Sent:
-        """The trainer's side, checked; the last one, if it is of these very reports."""
+        """The trainer's side, checked; the one of the last call, if that had the very same reports."""
         with self._lock:
-            known = self._sent
-            if known is None or known.reports.keys() != trainer.keys() or not known.same(trainer):
+            reference = self._sent
+            if reference is None or reference.reports.keys() != trainer.keys() or not reference.same(trainer):
                 side = _gather(self._plan, TRAINER, None, trainer, None)
-                known = _Sent(dict(trainer), side, _sums(side))
-                _check_replicas(side, known.sums)
-                self._sent = known
-            return known
+                reference = _Sent(dict(trainer), side, _sums(side))
+                _check_replicas(side, reference.sums)
+                self._sent = reference
+            return reference
 
 
 def compare_digests(
@@ -137,8 +139,10 @@ def compare_digests(
 ) -> DigestCounts:
     """Compares one instance with the trainer. Reports are by rank; ranks without rows in the plan need none.
 
-    `slots` has the slot column of each rank's table, for messages and counts. Raises DigestMismatchError naming tensor,
-    instance, rank, region and slot, the expected and the found digest; LayoutError for an instance that the plan lacks.
+    `slots` has the slot column of each rank's table, for messages and counts.
+
+    Raises DigestMismatchError naming tensor, instance, rank, region and slot, the expected and the found digest. Raises
+    LayoutError for an instance that the plan lacks.
     """
     return DigestCheck(plan).compare(trainer, instance, reports, slots)
 
@@ -147,7 +151,7 @@ def compare_digests(
 class _Side:
     """The digest rows of one side with their digests, ordered by (tensor, dtype, cell), then as in the plan.
 
-    `first` are the rows that begin a cell. `instance` is None for the trainer.
+    `first` has the first row of each cell. `instance` is None for the trainer.
     """
 
     plan: TransferPlan
@@ -158,11 +162,11 @@ class _Side:
     slots: Mapping[int, IntArray] | None
 
     def place(self, row: int) -> str:
-        """Where a row lies, for messages."""
+        """Place of a row, for messages: side, rank, region and slot."""
         rank, region = int(self.rows.rank[row]), int(self.rows.region[row])
         slot = NO_SLOT if self.slots is None else int(self.slots[rank][region])
-        where = f"rank {rank} region {region}" + (f" (slot {slot})" if slot != NO_SLOT else "")
-        return f"{self.instance} {where}" if self.instance else f"trainer {where}"
+        location = f"rank {rank} region {region}" + (f" (slot {slot})" if slot != NO_SLOT else "")
+        return f"{self.instance} {location}" if self.instance else f"trainer {location}"
 
     def tensor(self, row: int) -> str:
         """Name and dtype of a row's tensor, for messages."""
@@ -184,7 +188,7 @@ class _Sent:
     sums: dict[tuple[int, int], int]
 
     def same(self, reports: Mapping[int, DigestReport]) -> bool:
-        """Whether these are the very same reports."""
+        """True if these are the very same reports."""
         return all(self.reports[rank] is report for rank, report in reports.items())
 
 
@@ -195,58 +199,58 @@ def _gather(
     reports: Mapping[int, DigestReport],
     slots: Mapping[int, IntArray] | None,
 ) -> _Side:
-    """The rows of one side with the digests reported for them. Raises DigestMismatchError for a report that misfits."""
+    """The rows of one side with the digests of its ranks. Raises DigestMismatchError for a report that does not fit."""
     rows = plan.digests.between(*np.searchsorted(plan.digests.instance, (index, index + 1)).tolist())
     by_rank = np.argsort(rows.rank, kind="stable")
     ranks, start = np.unique(rows.rank[by_rank], return_index=True)
     digest = np.empty(len(rows), dtype=np.uint64)
-    who = instance or "the trainer"
-    for rank, own in zip(ranks.tolist(), np.split(by_rank, start[1:]) if len(ranks) else [], strict=True):
+    owner = instance or "the trainer"
+    for rank, picks in zip(ranks.tolist(), np.split(by_rank, start[1:]) if len(ranks) else [], strict=True):
         report = reports.get(rank)
         if report is None:
-            name = plan.tensors.names[int(rows.tensor[own[0]])]
+            name = plan.tensors.names[int(rows.tensor[picks[0]])]
             raise DigestMismatchError(
-                f"rank {rank} of {who} reported no digests, expected {len(own)}, the first of {name!r}; {_FENCED}"
+                f"rank {rank} of {owner} reported no digests, expected {len(picks)}, the first of {name!r}; {_FENCED}"
             )
-        _check_report(plan, rows.take(own), report, rank, instance)
-        digest[own] = report.digest
+        _check_report(plan, rows.take(picks), report, rank, instance)
+        digest[picks] = report.digest
     for rank in reports.keys() - set(ranks.tolist()):
         if count := len(reports[rank]):
-            raise DigestMismatchError(f"rank {rank} of {who} reported {count} digests, expected none; {_FENCED}")
+            raise DigestMismatchError(f"rank {rank} of {owner} reported {count} digests, expected none; {_FENCED}")
     order = np.lexsort((rows.cell, rows.dtype, rows.tensor))
     rows, digest = rows.take(order), digest[order]
     return _Side(plan, instance, rows, digest, _starts(rows.tensor, rows.dtype, rows.cell), slots)
 
 
 def _check_report(plan: TransferPlan, rows: DigestRows, report: DigestReport, rank: int, instance: str | None) -> None:
-    who = f"rank {rank} of {instance or 'the trainer'}"
+    sender = f"rank {rank} of {instance or 'the trainer'}"
     if report.rank != rank or report.instance != instance:
-        other = f"rank {report.rank} of {report.instance or 'the trainer'}"
-        raise DigestMismatchError(f"{who} handed in the digests of {other}; {_FENCED}")
-    common = min(len(rows), len(report))
-    differs = np.flatnonzero(rows.cell[:common] != report.cell[:common])
-    if not len(differs) and len(rows) == len(report) == len(report.digest):
+        owner = f"rank {report.rank} of {report.instance or 'the trainer'}"
+        raise DigestMismatchError(f"{sender} handed in the digests of {owner}; {_FENCED}")
+    overlap = min(len(rows), len(report))
+    mismatches = np.flatnonzero(rows.cell[:overlap] != report.cell[:overlap])
+    if not len(mismatches) and len(rows) == len(report) == len(report.digest):
         return
-    row = int(differs[0]) if len(differs) else common
+    row = int(mismatches[0]) if len(mismatches) else overlap
     if row < len(rows):
         name, region = plan.tensors.names[int(rows.tensor[row])], int(rows.region[row])
-        missing = f"the first that is missing is of {name!r} region {region} (cell {int(rows.cell[row])})"
+        detail = f"the first that is missing is of {name!r} region {region} (cell {int(rows.cell[row])})"
     else:
-        missing = "those at the end were not asked for"
-    raise DigestMismatchError(f"{who} reported {len(report)} digests, expected {len(rows)}; {missing}; {_FENCED}")
+        detail = "those at the end were not asked for"
+    raise DigestMismatchError(f"{sender} reported {len(report)} digests, expected {len(rows)}; {detail}; {_FENCED}")
 
 
 def _starts(*columns: IntArray) -> IntArray:
-    """Rows that differ from the row before in any of the sorted columns; the first row is one."""
-    new = np.zeros(len(columns[0]), dtype=bool)
-    new[:1] = True
+    """Rows that differ from the row before in any of the sorted columns; the first row counts as one."""
+    is_start = np.zeros(len(columns[0]), dtype=bool)
+    is_start[:1] = True
     for column in columns:
-        new[1:] |= column[1:] != column[:-1]
-    return np.flatnonzero(new).astype(np.int64)
+        is_start[1:] |= column[1:] != column[:-1]
+    return np.flatnonzero(is_start).astype(np.int64)
 
 
 def _sums(side: _Side) -> dict[tuple[int, int], int]:
-    """Digest of each (tensor, dtype) of a side: one row of each cell added up."""
+    """Digest of each (tensor, dtype) of a side, added up from one row of each cell."""
     rows = side.rows.take(side.first)
     start = _starts(rows.tensor, rows.dtype)
     sums = add_runs(side.digest[side.first], start)
@@ -255,89 +259,91 @@ def _sums(side: _Side) -> dict[tuple[int, int], int]:
 
 
 def _check_replicas(side: _Side, wanted: Mapping[tuple[int, int], int]) -> None:
-    """All rows of a cell have one digest. Where the sums can tell which of them is wrong, that one is named."""
+    """Checks that all rows of a cell have one digest. If the sums tell which row is wrong, the error names that one."""
     length = np.diff(np.append(side.first, len(side.rows)))
     expected = np.repeat(side.digest[side.first], length)
-    differs = np.flatnonzero(side.digest != expected)
-    if not len(differs):
+    mismatches = np.flatnonzero(side.digest != expected)
+    if not len(mismatches):
         return
-    wrong = int(differs[0])
-    first = int(side.first[np.searchsorted(side.first, wrong, side="right") - 1])
+    row = int(mismatches[0])
+    first = int(side.first[np.searchsorted(side.first, row, side="right") - 1])
     truth = _expected_of_cell(side, first, wanted)
-    if truth == int(side.digest[wrong]):
-        wrong, right = first, wrong
+    if truth == int(side.digest[row]):
+        row, peer = first, row
     else:
-        right = first
+        peer = first
     raise DigestMismatchError(
-        f"{side.tensor(wrong)} box {side.box(wrong)} on {side.place(wrong)}: digest {_hex(side.digest[wrong])}, "
-        f"expected {_hex(side.digest[right])} as on {side.place(right)}; {len(differs)} of {len(side.rows)} digests "
-        f"differ from a replica; {_FENCED}"
+        f"{side.tensor(row)} box {side.box(row)} on {side.place(row)}: digest {_hex(side.digest[row])}, "
+        f"expected {_hex(side.digest[peer])} as on {side.place(peer)}; "
+        f"{len(mismatches)} of {len(side.rows)} digests differ from a replica; {_FENCED}"
     )
 
 
 def _expected_of_cell(side: _Side, first: int, wanted: Mapping[tuple[int, int], int]) -> int | None:
-    """What the digest of a cell should be if all other cells of its tensor are right; None for an unknown tensor."""
+    """Digest of a cell that fits the sum if all other cells of its tensor are right; None for an unknown tensor."""
     r = side.rows
     total = wanted.get((int(r.tensor[first]), int(r.dtype[first])))
     if total is None:
         return None
-    same = (r.tensor[side.first] == r.tensor[first]) & (r.dtype[side.first] == r.dtype[first])
-    others = side.digest[side.first[same & (side.first != first)]]
-    return subtract(total, int(add_runs(others, np.zeros(1, dtype=np.int64))[0]) if len(others) else 0)
+    in_tensor = (r.tensor[side.first] == r.tensor[first]) & (r.dtype[side.first] == r.dtype[first])
+    digests = side.digest[side.first[in_tensor & (side.first != first)]]
+    return subtract(total, int(add_runs(digests, np.zeros(1, dtype=np.int64))[0]) if len(digests) else 0)
 
 
 def _check_sums(sent: _Side, held: _Side, wanted: Mapping[tuple[int, int], int]) -> None:
-    """Both sides have the same sum for each tensor and dtype of the instance."""
-    found = _sums(held)
-    wrong = [key for key, value in found.items() if wanted.get(key) != value]
-    if not wrong:
+    """Checks that both sides have the same sum for each tensor and dtype of the instance."""
+    sums = _sums(held)
+    wrong_keys = [key for key, value in sums.items() if wanted.get(key) != value]
+    if not wrong_keys:
         return
-    key = wrong[0]
-    own = np.flatnonzero((held.rows.tensor == key[0]) & (held.rows.dtype == key[1]))
-    name = held.tensor(int(own[0]))
-    more = f"; {len(wrong)} of {len(found)} tensors differ" if len(wrong) > 1 else ""
+    key = wrong_keys[0]
+    tensor_rows = np.flatnonzero((held.rows.tensor == key[0]) & (held.rows.dtype == key[1]))
+    name = held.tensor(int(tensor_rows[0]))
+    suffix = f"; {len(wrong_keys)} of {len(sums)} tensors differ" if len(wrong_keys) > 1 else ""
     if key not in wanted:
         dtypes = [dtype_name(dtype) for tensor, dtype in wanted if tensor == key[0]]
-        said = f"the trainer digested it in {', '.join(dtypes)}" if dtypes else "the trainer digested no cell of it"
-        raise DigestMismatchError(f"{name} on {held.place(int(own[0]))}: {said}{more}; plan again, {_FENCED}")
-    located = _differing_rows(sent, held, key)
-    rows = located if len(located) else own
+        reason = f"the trainer digested it in {', '.join(dtypes)}" if dtypes else "the trainer digested no cell of it"
+        raise DigestMismatchError(
+            f"{name} on {held.place(int(tensor_rows[0]))}: {reason}{suffix}; plan again, {_FENCED}"
+        )
+    differing_rows = _differing_rows(sent, held, key)
+    rows = differing_rows if len(differing_rows) else tensor_rows
     places = ", ".join(held.place(int(row)) for row in rows[:_SHOWN_PLACES])
     if len(rows) > _SHOWN_PLACES:
         places += f" and {len(rows) - _SHOWN_PLACES} more"
-    where = "on" if len(located) or len(own) == 1 else "somewhere on"
+    preposition = "on" if len(differing_rows) or len(tensor_rows) == 1 else "somewhere on"
     raise DigestMismatchError(
-        f"{name} {where} {places}: digest {_hex(found[key])}, "
-        f"expected {_hex(wanted[key])} as on the trainer{more}; {_FENCED}"
+        f"{name} {preposition} {places}: digest {_hex(sums[key])}, "
+        f"expected {_hex(wanted[key])} as on the trainer{suffix}; {_FENCED}"
     )
 
 
 def _differing_rows(sent: _Side, held: _Side, key: tuple[int, int]) -> IntArray:
-    """Rows of the instance whose box is also a cell of the trainer, with another digest there."""
+    """Rows of the instance whose box is a cell of the trainer too, with another digest there."""
     truth: dict[tuple[int, ...], int] = {}
     for row in np.flatnonzero((sent.rows.tensor == key[0]) & (sent.rows.dtype == key[1])).tolist():
         truth[(*sent.rows.offset[row].tolist(), *sent.rows.size[row].tolist())] = int(sent.digest[row])
-    wrong = []
+    rows = []
     for row in np.flatnonzero((held.rows.tensor == key[0]) & (held.rows.dtype == key[1])).tolist():
         box = (*held.rows.offset[row].tolist(), *held.rows.size[row].tolist())
         if truth.get(box, int(held.digest[row])) != int(held.digest[row]):
-            wrong.append(row)
-    return np.array(wrong, dtype=np.int64)
+            rows.append(row)
+    return np.array(rows, dtype=np.int64)
 
 
 def _counts(held: _Side) -> DigestCounts:
     r = held.rows
-    distinct = np.lexsort((r.region, r.rank))
-    distinct = distinct[_starts(r.rank[distinct], r.region[distinct])]
-    rank, region = r.rank[distinct], r.region[distinct]
+    region_rows = np.lexsort((r.region, r.rank))
+    region_rows = region_rows[_starts(r.rank[region_rows], r.region[region_rows])]
+    rank, region = r.rank[region_rows], r.region[region_rows]
     in_slot = 0
     if held.slots is not None:
-        for one in np.unique(rank).tolist():
-            in_slot += int((held.slots[one][region[rank == one]] != NO_SLOT).sum())
+        for number in np.unique(rank).tolist():
+            in_slot += int((held.slots[number][region[rank == number]] != NO_SLOT).sum())
     return DigestCounts(
         tensors=len(_starts(r.tensor)),
         rows=len(r),
-        regions=len(distinct),
+        regions=len(region_rows),
         slot_regions=in_slot,
         replicas=len(r) - len(held.first),
     )

@@ -1,6 +1,6 @@
-"""What `weightcast inspect` shows of an instance: who holds how much, slots, replicas, same-rank pairs, dispatch.
+"""Table of an instance for `weightcast inspect`: bytes of each rank, slots, replicas, same-rank pairs, dispatch.
 
-A layout exists only once `merge_instance` has found it complete and in agreement: its table says what was proven.
+`merge_instance` makes a layout only if it is complete and its ranks agree, so the table says what was proven.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN_PAIRS = 20
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """One rank: bytes of its regions, of its parameters, and of those that its engine pads.
+    """Figures of one rank: bytes of its regions, of its parameters, and of those that its engine pads.
 
     `slots_per_layer` has pairs of a number of routed slots and the layers in which the rank has that many.
     """
@@ -61,7 +61,7 @@ class SameRankPair:
 
 @dataclass(frozen=True, slots=True)
 class DispatchAudit:
-    """Entries of all dispatch tables, each found to point at a slot with its expert. `shared`: all ranks have one."""
+    """Number of entries in all dispatch tables; each points at a slot with its expert. `shared`: all ranks have one."""
 
     ranks: int
     entries: int
@@ -84,11 +84,11 @@ class InspectTable:
     left_out: tuple[tuple[str, str], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For `json.dumps`."""
+        """The table as plain values, for `json.dumps`."""
         return {**asdict(self), "complete": True, "left_out": dict(self.left_out)}
 
     def to_text(self) -> str:
-        """Lines for people."""
+        """The table as lines of text, for people."""
         lines = [
             f"instance {self.instance}, layout {self.fingerprint}",
             f"coverage: complete, {self.tensors} tensors of {_bytes(self.tensor_bytes)}",
@@ -120,16 +120,16 @@ class InspectTable:
         pairs = [(p.layer, p.expert, p.rank, ",".join(map(str, p.slots))) for p in self.same_rank_pairs[:_SHOWN_PAIRS]]
         if pairs:
             lines += ["", *_columns(("layer", "expert", "rank", "slots"), pairs), ""]
-        if left := len(self.same_rank_pairs) - len(pairs):
-            lines[-1] = f"and {left} more same-rank pairs"
+        if remainder := len(self.same_rank_pairs) - len(pairs):
+            lines[-1] = f"and {remainder} more same-rank pairs"
         if self.dispatch is None:
             return [*lines, "dispatch audit: no rank reported a dispatch table"]
-        same = "all ranks have the same table" if self.dispatch.shared else "each rank may have its own"
-        return [*lines, f"dispatch audit: {self.dispatch.entries} entries of {self.dispatch.ranks} ranks agree, {same}"]
+        note = "all ranks have the same table" if self.dispatch.shared else "each rank may have its own"
+        return [*lines, f"dispatch audit: {self.dispatch.entries} entries of {self.dispatch.ranks} ranks agree, {note}"]
 
 
 def inspect_instance(layout: InstanceLayout) -> InspectTable:
-    """The table of one instance."""
+    """The table of one instance, from its merged layout."""
     reports = layout.reports
     tables = [report.notes.dispatch for report in reports if len(report.notes.dispatch)]
     audit = DispatchAudit(len(tables), sum(map(len, tables)), any(r.notes.dispatch_shared for r in reports))
@@ -165,8 +165,8 @@ def _slots_per_layer(report: RankReport) -> tuple[tuple[int, tuple[int, ...]], .
     table = report.table
     in_slot = np.flatnonzero(table.slot != NO_SLOT)
     layer, slot = parse_names(table.tensors.names).layer[table.tensor[in_slot]], table.slot[in_slot]
-    held = np.unique(np.stack([layer, slot], axis=1), axis=0)[:, 0]
-    layers, counts = np.unique(held[held != NONE], return_counts=True)
+    slot_layers = np.unique(np.stack([layer, slot], axis=1), axis=0)[:, 0]
+    layers, counts = np.unique(slot_layers[slot_layers != NONE], return_counts=True)
     return tuple((count, tuple(layers[counts == count].tolist())) for count in np.unique(counts).tolist())
 
 
@@ -182,18 +182,22 @@ def _slots(layout: InstanceLayout) -> SlotSummary | None:
 
 
 def _pairs(layout: InstanceLayout) -> list[SameRankPair]:
-    """Pairs in the layers whose slots a rank holds, by layer, expert and rank."""
+    """Same-rank pairs by layer, expert and rank, in the layers whose slots the rank holds."""
     if layout.placement is None:
         return []
     by_storage: dict[int, list[tuple[int, frozenset[int]]]] = {}
     for report in layout.reports:
         if report.placement is not None:
-            held = frozenset(layer for _, layers in _slots_per_layer(report) for layer in layers)
-            by_storage.setdefault(report.placement.storage_rank, []).append((report.rank, held))
+            rank_layers = frozenset(layer for _, layers in _slots_per_layer(report) for layer in layers)
+            by_storage.setdefault(report.placement.storage_rank, []).append((report.rank, rank_layers))
     pairs = []
     for layer, expert, storage, _ in layout.placement.same_rank_pairs().tolist():
         slots = tuple(np.flatnonzero(layout.placement.local_experts(layer, storage) == expert).tolist())
-        pairs += [SameRankPair(layer, expert, rank, slots) for rank, held in by_storage[storage] if layer in held]
+        pairs += [
+            SameRankPair(layer, expert, rank, slots)
+            for rank, rank_layers in by_storage[storage]
+            if layer in rank_layers
+        ]
     return pairs
 
 
@@ -212,7 +216,7 @@ def _columns(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> list[st
 
 
 def _bytes(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
+    """A number of bytes in binary units, for people: 1536 is "1.5 KiB"."""
     size, unit = float(count), 0
     while size >= 1024 and unit < 5:
         size, unit = size / 1024, unit + 1

@@ -1,8 +1,7 @@
 """Joins the reports of all ranks of one instance, or of the trainer, and refuses what does not fit together.
 
-Everything is joined by name and per instance; instances are never merged into one another. Every region of every rank
-is kept: replicas of an expert, also two on one rank, are rows of their own, and nothing is keyed so that one hides
-another.
+Regions are joined by name within one instance; instances are never merged into one another. Every region of every rank
+is kept. Replicas of an expert are rows of their own, also two on one rank: no key lets one hide another.
 
     trainer = merge_trainer(trainer_reports)
     layout = merge_instance("rollout-0", reports, trainer.tensors)
@@ -33,24 +32,24 @@ __all__ = ["InstanceLayout", "TrainerLayout", "merge_instance", "merge_trainer"]
 
 @dataclass(frozen=True)
 class _SideLayout:
-    """All that the ranks of one side hold: `reports` by rank, and their tables `joined`."""
+    """Layout of one side: the `reports` of its ranks, by rank, and their tables `joined`."""
 
     reports: tuple[RankReport, ...]
     joined: JoinedRanks
 
     @property
     def tensors(self) -> TensorTable:
-        """All their tensors."""
+        """All tensors that ranks of the side hold."""
         return self.joined.tensors
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the side."""
         return len(self.reports)
 
     @property
     def tables(self) -> tuple[RegionTable, ...]:
-        """Region tables by rank."""
+        """Region tables of all ranks, by rank."""
         return tuple(report.table for report in self.reports)
 
     @property
@@ -60,20 +59,20 @@ class _SideLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all tables; sides with equal layouts, and only those, have equal fingerprints."""
+        """Hash of all tables: two sides have equal fingerprints exactly if their layouts are equal."""
         return hashlib.blake2b(" ".join(self.joined.fingerprints).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class TrainerLayout(_SideLayout):
-    """All that the trainer's ranks hold."""
+    """Layout of the trainer: all that its ranks hold."""
 
 
 @dataclass(frozen=True)
 class InstanceLayout(_SideLayout):
-    """All that the ranks of one instance hold. `placement` is that of its routed experts, if ranks reported one.
+    """Layout of one instance. `placement` is that of its routed experts, None if no rank reported one.
 
-    Instances whose layouts have one fingerprint are of one class: a plan for one fits the other.
+    Instances with equal fingerprints are of one class: a plan for one fits the other.
     """
 
     name: str
@@ -82,9 +81,9 @@ class InstanceLayout(_SideLayout):
     @property
     def left_out(self) -> dict[str, str]:
         """Tensors that no rank holds on purpose, with the reason."""
-        held = frozenset(self.tensors.names)
-        declared = (pair for report in self.reports for pair in report.notes.left_out)
-        return {tensor: reason for tensor, reason in declared if tensor not in held}
+        names = frozenset(self.tensors.names)
+        entries = (pair for report in self.reports for pair in report.notes.left_out)
+        return {tensor: reason for tensor, reason in entries if tensor not in names}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,8 +95,8 @@ class InstanceLayout(_SideLayout):
 def merge_trainer(reports: Sequence[RankReport]) -> TrainerLayout:
     """The trainer's layout from the reports of its ranks in any order.
 
-    Raises LayoutError for missing, repeated or disagreeing ranks, CoverageError where the ranks together do not hold
-    the whole of a tensor that one of them names.
+    Raises LayoutError for missing, repeated or disagreeing ranks, and CoverageError for a tensor that the ranks
+    together do not hold whole.
     """
     side = SideName("")
     ordered = _order_reports(side, reports)
@@ -112,17 +111,17 @@ def merge_instance(
 ) -> InstanceLayout:
     """The layout of one instance from the reports of its ranks in any order.
 
-    `catalog` are the tensors of the trainer; the instance must hold all of them that no rank declares as left out, and
-    no others. Without it the tensors that its own ranks know are taken for complete.
+    `catalog` has the tensors of the trainer. The instance must hold exactly these, but for those that a rank declares
+    as left out. Without a catalog the tensors that its own ranks name count as complete.
 
-    Raises LayoutError for missing, repeated or disagreeing ranks, for shapes that differ from the catalog's, and for
-    dtypes that its values cannot be cast to; CoverageError, naming all gaps in compact ranges, for what no rank or slot
-    holds; AgreementError where regions or dispatch tables contradict the placement.
+    Raises LayoutError for missing, repeated or disagreeing ranks, for other shapes than the catalog's, and for dtypes
+    that its values cannot be cast to. Raises CoverageError, naming all gaps in compact ranges, for what no rank or slot
+    holds. Raises AgreementError where regions or dispatch tables contradict the placement.
     """
     side = SideName(instance)
     ordered = _order_reports(side, reports)
-    known = None if catalog is None else _table_of(catalog)
-    joined = join_ranks(instance, [report.table for report in ordered], known)
+    table = None if catalog is None else _table_of(catalog)
+    joined = join_ranks(instance, [report.table for report in ordered], table)
     placement = common_placement(side, ordered)
     layout = InstanceLayout(ordered, joined, instance, placement)
     _require_casts(layout)
@@ -132,7 +131,7 @@ def merge_instance(
     if placement is not None:
         # The trainer's names are parsed once for all instances.
         row = joined.catalog_row
-        parsed = joined.tensors.parsed_names if known is None or row is None else known.parsed_names.take(row)
+        parsed = joined.tensors.parsed_names if table is None or row is None else table.parsed_names.take(row)
         check_slots(side, ordered, placement, joined, parsed)
         check_dispatch(side, ordered, placement)
     return layout
@@ -161,8 +160,10 @@ def _order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankR
         by_rank[report.rank] = report
     if first is None:
         raise LayoutError(f"no rank of {side} reported")
-    if missing := set(range(first.world_size)) - by_rank.keys():
-        raise LayoutError(f"of the {first.world_size} ranks of {side} these did not report: {number_ranges(missing)}")
+    if absent_ranks := set(range(first.world_size)) - by_rank.keys():
+        raise LayoutError(
+            f"of the {first.world_size} ranks of {side} these did not report: {number_ranges(absent_ranks)}"
+        )
     return tuple(by_rank[rank] for rank in range(first.world_size))
 
 
@@ -170,49 +171,53 @@ def _gaps(joined: JoinedRanks) -> str:
     """Describes what the regions together do not cover; empty when they cover every tensor."""
     tensors, side = joined.tensors, SideName(joined.name)
     volume = tensors.elements
-    done = volume == 0
-    done[joined.tensor[joined.volume == volume[joined.tensor]]] = True
-    rest = joined.regions.take(np.flatnonzero(~done[joined.tensor]))
-    cells = decompose(rest.tensor, rest.offset, rest.size, lambda row: f"tensor {tensors.names[row]!r} of {side}")
-    short = uncovered(cells.key, cells.offset, cells.size, tensors.shape)
-    short = short[~done[short]]
-    if not len(short):
+    is_whole = volume == 0
+    is_whole[joined.tensor[joined.volume == volume[joined.tensor]]] = True
+    regions = joined.regions.take(np.flatnonzero(~is_whole[joined.tensor]))
+    cells = decompose(
+        regions.tensor, regions.offset, regions.size, lambda row: f"tensor {tensors.names[row]!r} of {side}"
+    )
+    gap_tensors = uncovered(cells.key, cells.offset, cells.size, tensors.shape)
+    gap_tensors = gap_tensors[~is_whole[gap_tensors]]
+    if not len(gap_tensors):
         return ""
-    where = f"on no rank of {side}" if side.name else "on no trainer rank"
-    return f"{describe_gaps(tensors, cells, short)}: {where}"
+    location = f"on no rank of {side}" if side.name else "on no trainer rank"
+    return f"{describe_gaps(tensors, cells, gap_tensors)}: {location}"
 
 
 def _catalog_gaps(layout: InstanceLayout) -> list[str]:
     """Describes the gaps between the trainer's tensors and the instance's."""
-    known, row = layout.joined.catalog, layout.joined.catalog_row
-    if known is None or row is None:
+    catalog, row = layout.joined.catalog, layout.joined.catalog_row
+    if catalog is None or row is None:
         return []
-    present = np.zeros(len(known), dtype=bool)
-    present[row[row >= 0]] = True
+    presence = np.zeros(len(catalog), dtype=bool)
+    presence[row[row >= 0]] = True
     left_out = layout.left_out
-    missing = [name for i in np.flatnonzero(~present).tolist() if (name := known.names[i]) not in left_out]
-    extra = [layout.tensors.names[i] for i in np.flatnonzero(row < 0).tolist()]
+    absent_names = [name for i in np.flatnonzero(~presence).tolist() if (name := catalog.names[i]) not in left_out]
+    extra_names = [layout.tensors.names[i] for i in np.flatnonzero(row < 0).tolist()]
     gaps = []
-    if missing:
-        gaps.append(f"{summarize(missing)}: on no rank of {layout.name}")
-    if extra:
-        gaps.append(f"{summarize(extra)}: on {layout.name}, but on no trainer rank, so it would never be updated")
+    if absent_names:
+        gaps.append(f"{summarize(absent_names)}: on no rank of {layout.name}")
+    if extra_names:
+        gaps.append(f"{summarize(extra_names)}: on {layout.name}, but on no trainer rank, so it would never be updated")
     return gaps
 
 
 def _require_casts(layout: InstanceLayout) -> None:
     """Raises LayoutError where the trainer's values cannot be cast to the dtype of the instance."""
-    known, row = layout.joined.catalog, layout.joined.catalog_row
-    if known is None or row is None:
+    catalog, catalog_row = layout.joined.catalog, layout.joined.catalog_row
+    if catalog is None or catalog_row is None:
         return
-    mine = np.flatnonzero(row >= 0)
-    wrong = mine[~cast_allowed(known.dtype[row[mine]], layout.tensors.dtype[mine])]
-    if len(wrong):
-        first = int(wrong[0])
-        sent, wanted = (dtype_name(int(code)) for code in (known.dtype[row[first]], layout.tensors.dtype[first]))
-        more = f"; {len(wrong) - 1} tensors more are like it" if len(wrong) > 1 else ""
+    rows = np.flatnonzero(catalog_row >= 0)
+    wrong_rows = rows[~cast_allowed(catalog.dtype[catalog_row[rows]], layout.tensors.dtype[rows])]
+    if len(wrong_rows):
+        first = int(wrong_rows[0])
+        trainer_dtype, instance_dtype = (
+            dtype_name(int(code)) for code in (catalog.dtype[catalog_row[first]], layout.tensors.dtype[first])
+        )
+        suffix = f"; {len(wrong_rows) - 1} tensors more are like it" if len(wrong_rows) > 1 else ""
         raise LayoutError(
-            f"tensor {layout.tensors.names[first]!r} has dtype {sent} on the trainer and {wanted} on {layout.name}: a "
-            "cast would change its values unseen; load the engine with the trainer's dtype, or convert the tensor on "
-            f"the trainer{more}"
+            f"tensor {layout.tensors.names[first]!r} has dtype {trainer_dtype} on the trainer and {instance_dtype} on "
+            f"{layout.name}: a cast would change its values unseen; load the engine with the trainer's dtype, or "
+            f"convert the tensor on the trainer{suffix}"
         )

@@ -1,4 +1,4 @@
-"""What a rank digests in an update, how much of it, and how long that took."""
+"""Digests of a rank in an update: of its rows or a sample of them, with the seconds that they took."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Digested", "PartDigests", "SharedDigests"]
 log = logging.getLogger("weightcast.transfer")
 
 _KEPT = 4
-"""Sets of rows that stay prepared: those of instances that were planned apart differ."""
+"""Number of sets of rows that stay prepared: those of instances that were planned apart differ."""
 
 
 class Digested(NamedTuple):
@@ -44,7 +44,7 @@ class PartDigests:
         self._prepared: list[tuple[DigestRows, RankLayout, Digester]] = []
 
     def prepare(self, part: RankPart, layout: RankLayout) -> None:
-        """Makes ready for `report`, as when joining: it takes longer than many a report."""
+        """Makes ready for `report`, as when joining: this takes longer than many a report."""
         if part.verify is not Verify.OFF:
             self._digester(part.digests, layout)
 
@@ -57,9 +57,9 @@ class PartDigests:
         *,
         values: bool = False,
     ) -> Digested:
-        """What the gateway is told; of no rows where nothing is to be verified.
+        """Report of a part for the gateway; without rows when nothing is to be verified.
 
-        With `values` those that are not finite are counted, of the same elements. `labels` become fields of the log
+        With `values` it counts those of the same elements that are not finite. `labels` become fields of the log
         record, as in Executor.run. Raises StalePlanError when memory was reallocated.
         """
         start, rows, counts = time.perf_counter(), part.digests, ValueCounts.of({})
@@ -78,19 +78,19 @@ class PartDigests:
 
     def _digester(self, rows: DigestRows, layout: RankLayout) -> Digester:
         with self._lock:
-            for known, of, digester in self._prepared:
-                if of is layout and _same(known, rows):
+            for entry_rows, entry_layout, digester in self._prepared:
+                if entry_layout is layout and _same(entry_rows, rows):
                     return digester
             digester = Digester(layout, rows.region, rows.offset, rows.size, rows.dtype)
-            # Those of another layout would keep memory that the trainer may have given up.
-            rest = [entry for entry in self._prepared if entry[1] is layout][: _KEPT - 1]
-            self._prepared = [(rows, layout, digester), *rest]
+            # Entries of another layout would keep memory that the trainer may have given up.
+            entries = [entry for entry in self._prepared if entry[1] is layout][: _KEPT - 1]
+            self._prepared = [(rows, layout, digester), *entries]
             return digester
 
 
 @dataclass(slots=True)
 class _Passes:
-    """The two passes over the rows of a part, and when the second was asked for, by `time.monotonic`."""
+    """The two passes over the rows of a part, and the time at which the second was asked for, by `time.monotonic`."""
 
     part: RankPart
     first: Future[Digested]
@@ -101,9 +101,9 @@ class _Passes:
 class SharedDigests:
     """A trainer rank's two passes over its weights in an update, for all instances together, in a thread.
 
-    The gateway tells ranks to send when every rank has reported its first pass, and a rank begins its second after it
-    was told to. So weights that have the same digests in both were all as the first pass has them at one moment: when
-    it had ended everywhere.
+    The gateway tells ranks to send when every rank has reported its first pass. A rank begins its second pass after it
+    was told to. So weights with the same digests in both were all as in the first pass at one moment: when that had
+    ended everywhere.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SharedDigests:
         self._digests = PartDigests()
 
     def prepare(self, part: RankPart, layout: RankLayout) -> None:
-        """Makes ready for the passes."""
+        """Makes ready for the passes over a part."""
         self._digests.prepare(part, layout)
 
     def begin(
@@ -124,7 +124,7 @@ class SharedDigests:
         version: int,
         labels: Mapping[str, object] | None = None,
     ) -> None:
-        """Starts the first pass for all parts of an update, and forgets the one before: memory may have changed."""
+        """Starts the first pass for all parts of an update, and forgets the update before: memory may have changed."""
         with self._lock:
             for passes in self._passes:
                 for future in (passes.first, passes.second):
@@ -138,16 +138,16 @@ class SharedDigests:
     def first(
         self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
     ) -> Digested:
-        """The first pass over a part, with counts of values. It is waited for together with those that began with the
-        update, so that there is one moment at which all of them had ended.
+        """The first pass over a part, with counts of values. Waits also for the passes that began with the update, so
+        that there is one moment at which all of them had ended.
 
-        A part that another pass has to be made for, because its instance was planned anew meanwhile, must find the
-        weights as they were. Raises WeightsChangedError naming tensors that changed, StalePlanError when memory moved.
+        A part whose instance was planned anew meanwhile needs another pass, which must find the weights as they were.
+        Raises WeightsChangedError naming tensors that changed, StalePlanError when memory moved.
         """
         with self._lock:
-            first, begun = self._passes_over(part, layout, version, labels).first, list(self._begun)
-        for other in begun:
-            other.result()
+            first, futures = self._passes_over(part, layout, version, labels).first, list(self._begun)
+        for future in futures:
+            future.result()
         return first.result()
 
     def second(
@@ -161,7 +161,8 @@ class SharedDigests:
     ) -> Future[Digested]:
         """The second pass over a part, perhaps under way for another instance, unless it began before `since`.
 
-        `since` (of `time.monotonic`) is when the rank was told to send, for instances that joined in this update.
+        `since` (of `time.monotonic`) is the time at which the rank was told to send, for instances that joined in this
+        update.
         """
         with self._lock:
             passes = self._passes_over(part, layout, version, labels)
@@ -176,8 +177,8 @@ class SharedDigests:
         for passes in self._passes:
             if passes.part.verify is part.verify and _same(passes.part.digests, part.digests):
                 return passes
-        earlier = tuple(passes for passes in self._passes if passes.second is not None)
-        passes = _Passes(part, self._submit(part, layout, version, labels, values=True, earlier=earlier))
+        predecessors = tuple(passes for passes in self._passes if passes.second is not None)
+        passes = _Passes(part, self._submit(part, layout, version, labels, values=True, earlier=predecessors))
         self._passes.append(passes)
         return passes
 
@@ -191,15 +192,15 @@ class SharedDigests:
         values: bool,
         earlier: Sequence[_Passes],
     ) -> Future[Digested]:
-        """A pass over a part. Those who have had their second pass before it began are looked at again behind it, so
+        """Submits a pass over a part. Parts that had their second pass before it began are digested again after it, so
         that all instances of the update are of one state.
         """
 
         def work() -> Digested:
             digested = self._digests.report(part, layout, version, labels, values=values)
             for passes in earlier:
-                again = self._digests.report(passes.part, layout, version, labels)
-                _check_same(passes.part, passes.first.result().report, again.report)
+                repeat = self._digests.report(passes.part, layout, version, labels)
+                _check_same(passes.part, passes.first.result().report, repeat.report)
             return digested
 
         if self._pool is None:
@@ -207,16 +208,16 @@ class SharedDigests:
         return self._pool.submit(work)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread of the passes."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
 
 def _check_same(part: RankPart, first: DigestReport, again: DigestReport) -> None:
-    changed = np.unique(part.digests.tensor[first.digest != again.digest])
-    if len(changed):
-        names = summarize([part.tensors.names[row] for row in changed.tolist()])
+    rows = np.unique(part.digests.tensor[first.digest != again.digest])
+    if len(rows):
+        names = summarize([part.tensors.names[row] for row in rows.tolist()])
         raise WeightsChangedError(
             f"weights changed during update() while an instance connected anew: {names}; let them stand still until "
             "update() has returned, then offer a greater version"

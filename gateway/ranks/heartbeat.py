@@ -19,9 +19,9 @@ log = logging.getLogger("weightcast.worker")
 class Heartbeat:
     """Beats until it is closed. `path` and `identity` are those of `GatewayClient.beat`.
 
-    A thread, because a rank computes for minutes between two calls of ours. A beat that does not arrive is not
-    repeated: the next one says the same. `told` is called with the `time.monotonic()` at which a beat was sent, and
-    with what the gateway answered; `failed` with the seconds since the gateway answered last, and with the error.
+    It is a thread, because a rank computes for minutes between two calls of ours. A beat that does not arrive is not
+    repeated: the next one says the same. After an answer `told` gets the `time.monotonic()` at which the beat was sent,
+    and what the gateway answered. After an error `failed` gets the seconds since the last answer, and the error.
     `incarnation` is that of the trainer rank that beats.
     """
 
@@ -32,7 +32,7 @@ class Heartbeat:
         path: str,
         identity: str,
         seconds: float,
-        told: Callable[[float, int | None], None] = lambda sent, running: None,
+        told: Callable[[float, int | None], None] = lambda moment, running: None,
         failed: Callable[[float, WeightcastError], None] = lambda seconds, error: None,
         incarnation: Incarnation | None = None,
     ) -> None:
@@ -45,31 +45,31 @@ class Heartbeat:
         self._thread.start()
 
     def speak_as(self, incarnation: Incarnation | None) -> None:
-        """The incarnation of the trainer rank that beats from now on."""
+        """Sets the incarnation of the trainer rank that beats from now on."""
         self._client.incarnation = incarnation
 
     def _run(self) -> None:
-        answered = time.monotonic()
-        refused = ""
+        answered_at = time.monotonic()
+        refusal = ""
         while True:
-            sent = time.monotonic()
+            sent_at = time.monotonic()
             try:
                 running = self._client.beat(self._path, self._identity)
             except DisplacedError as error:
-                if str(error) != refused:  # once: it is said until the process ends or connects anew
-                    refused = str(error)
+                if str(error) != refusal:  # once: every beat gets it until the process ends or connects anew
+                    refusal = str(error)
                     log.error("%s", error)
-                self._failed(time.monotonic() - answered, error)
+                self._failed(time.monotonic() - answered_at, error)
             except WeightcastError as error:
                 log.debug("heartbeat of %s: %s", self._path, error)
-                self._failed(time.monotonic() - answered, error)
+                self._failed(time.monotonic() - answered_at, error)
             else:
-                answered = time.monotonic()
-                self._told(sent, running)
+                answered_at = time.monotonic()
+                self._told(sent_at, running)
             if self._end.wait(self._seconds):
                 break
         self._client.close()
 
     def close(self) -> None:
-        """Beats no more. Does not wait for a beat under way."""
+        """Ends the beats. Does not wait for one under way."""
         self._end.set()

@@ -1,5 +1,7 @@
-"""The name of the host that a rank is on, and of its process. Names of hosts serve the planner, which prefers sources
-on the receiver's host; those of processes tell two that say they are one rank.
+"""Names of a rank's host and of its process.
+
+Names of hosts serve the planner, which prefers sources on the receiver's host. Names of processes tell two apart that
+say they are one rank.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ HOST_VARIABLE = "WEIGHTCAST_HOST"
 
 
 def host_name() -> str:
-    """What WEIGHTCAST_HOST says; else the name of this process's Ray node, if it has one; else of this machine."""
-    if given := os.environ.get(HOST_VARIABLE):
-        return given
+    """Name of this host: from WEIGHTCAST_HOST, else of this process's Ray node, if it has one, else of this machine."""
+    if name := os.environ.get(HOST_VARIABLE):
+        return name
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return socket.gethostname()
@@ -28,16 +30,20 @@ def host_name() -> str:
 
 
 def process_identity() -> str:
-    """A text for this process and none other, with its host and its number: HOST~PID~RANDOM, at most 120 characters."""
+    """A text for this process and none other, with its host and number: HOST~PID~RANDOM, at most 120 characters."""
     return f"{host_name()[:80]}~{os.getpid()}~{uuid.uuid4().hex[:16]}"
 
 
 def name_of_node(node: str, nodes: Iterable[Mapping[str, Any]]) -> str:
-    """The name of the machine of a Ray node, of all those that `ray.nodes()` tells of.
+    """Name of the machine of Ray node `node`; `nodes` is what `ray.nodes()` returns.
 
-    Ranks outside of Ray on that machine have the same. Where nodes have one name, as containers may, or several nodes
-    on one machine, each has its number behind it.
+    Ranks outside of Ray on that machine have the same. Nodes that share a name, as containers or several nodes on one
+    machine may, have their number behind it.
     """
-    names = {one["NodeID"]: one["NodeManagerHostname"] for one in nodes if one["Alive"] or one["NodeID"] == node}
+    names = {
+        record["NodeID"]: record["NodeManagerHostname"]
+        for record in nodes
+        if record["Alive"] or record["NodeID"] == node
+    }
     name = names.get(node) or socket.gethostname()
     return f"{name}/{node}" if list(names.values()).count(name) > 1 else str(name)

@@ -1,7 +1,7 @@
 """An inference rank's side of its pair, given a Sink.
 
-Engine plugins call its steps one by one; an engine of your own calls `serve()` between two batches, and generates only
-while `fenced` is False, which it never is before the first commit.
+Engine plugins call its steps one by one. An engine of your own calls `serve()` between two batches, and generates only
+while `fenced` is False. It is never False before the first commit.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ log = logging.getLogger("weightcast.worker")
 
 @dataclass(slots=True)
 class Memory:
-    """What a process knows of the memory of its rank. It lasts as long as the memory does: longer than workers, pairs
-    and gateways.
+    """Record of a process about the memory of its rank. It lasts as long as that memory: longer than workers, pairs and
+    gateways.
 
     `version` was committed last. `verified` is the version whose digests were reported last, if the memory was not
-    written since, and `of` the uid of the pair that it came from. `uncommitted` says that the memory was written since
-    a commit, `unconfirmed` that the gateway's record says something else than `version`. `followed` is the generation
-    of the trainer of pair `followed_in` that wrote the memory last. `identity` stands for the process.
+    written since. `of` is the uid of the pair that it came from. `uncommitted` says that the memory was written since a
+    commit. `unconfirmed` says that the gateway's record differs from `version`. `followed` is the generation of the
+    trainer of pair `followed_in` that wrote the memory last. `identity` stands for the process.
     """
 
     version: int | None = None
@@ -72,8 +72,8 @@ class InstanceWorker:
     """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
 
     `memory` is that of an earlier worker of this process whose weights are still there; without it nothing is held yet.
-    Of two processes that say that they are one rank the one that says so last is; the other one is refused for good,
-    with DisplacedError.
+    When two processes say that they are one rank, the last to say so is. The other one is refused for good, with
+    DisplacedError.
     """
 
     def __init__(
@@ -125,8 +125,10 @@ class InstanceWorker:
 
     @property
     def fenced(self) -> bool:
-        """Whether this rank must not generate: no version was committed yet, its memory may hold bytes of two versions
-        or of one that no gateway confirms, or another process has taken its place.
+        """True if this rank must not generate.
+
+        That is so before the first commit, and when another process has taken its place. It is so as well while its
+        memory may hold bytes of two versions, or of one that no gateway confirms.
         """
         memory = self.memory
         return memory.version is None or memory.uncommitted or memory.unconfirmed or self._displaced is not None
@@ -169,7 +171,7 @@ class InstanceWorker:
             self.memory.unconfirmed = True
 
     def _live(self) -> None:
-        """Learns how long to wait, and begins to say that this rank lives."""
+        """Learns how long to wait, and starts to beat."""
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         if self._heartbeat is None:
             path = f"{self._pair}/instances/{self._instance}/ranks/{self._rank}"
@@ -177,7 +179,7 @@ class InstanceWorker:
             self._heartbeat = Heartbeat(self._url, self._token, path, identity, seconds, self._heard, self._unheard)
 
     def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
-        """Fetches the part, and begins to join beside: who joins waits for others, whom the gateway may give up."""
+        """Fetches the part, and begins to join in a thread: it waits for others, whom the gateway may give up."""
         deadline = time.monotonic() + self._waits.gateway
         part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
         layout, waits = self._described(), self._waits
@@ -198,20 +200,20 @@ class InstanceWorker:
                 self._joining = None
 
     def transfer(self) -> TransferReport:
-        """Checks that the layout still holds, waits until every rank has, and receives.
+        """Checks that the layout still holds, waits until every rank has checked its own, and receives.
 
         Raises StalePlanError when the layout changed here or on another rank; then nothing was written.
         """
         try:
             member, change = self._joined(), self._change()
             layers = None if change.layers is None else list(change.layers)
-            where = (self._pair, self._instance, self._epoch)
+            scope = (self._pair, self._instance, self._epoch)
             deadline = time.monotonic() + self._waits.gateway
-            number, order = self._client.ready(*where, self._rank, change.text, layers, deadline)
+            number, order = self._client.ready(*scope, self._rank, change.text, layers, deadline)
             if order.action is not Action.RUN:
                 raise StalePlanError(f"the update was called off: {order.reason}")
             if self._cursor is not None:
-                self._cursor = number + 1  # it need not be asked for
+                self._cursor = number + 1  # this order need not be asked for
             executor = member.executor_for(order.layers, self._described())
             if executor is None or member.group is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
@@ -231,7 +233,7 @@ class InstanceWorker:
             self._run = None
 
     def give_up(self, *, quietly: bool = False) -> None:
-        """Makes whatever this worker waits for fail, from any thread; it writes nothing from then on. Close it.
+        """Makes all that this worker waits for fail, from any thread; it writes nothing from then on. Close it.
 
         With `quietly` the gateway is not told: another worker has taken the place of this one.
         """
@@ -250,14 +252,16 @@ class InstanceWorker:
         self._tell(error)
 
     def _heard(self, sent: float, running: int | None) -> None:
-        """The gateway says at each beat whose run it waits for."""
+        """Ends the run when the gateway answers a beat that it waits for another one, or for none."""
         run = self._run
         if run is not None and sent > run.since and running != run.epoch:
             log.warning("%s rank %d: the run is called off", self._instance, self._rank)
             run.call_off()
 
     def _unheard(self, seconds: float, error: WeightcastError) -> None:
-        """The gateway did not answer for `seconds`, or refused a beat: without it no update can be committed."""
+        """Ends the run when the gateway has refused this process, or has not answered for the setting `outage`: without
+        it no update can be committed. `seconds` have gone by since its last answer.
+        """
         if isinstance(error, DisplacedError):
             self._displaced = error
         elif not isinstance(error, TransferError) or seconds <= self._waits.outage:
@@ -270,29 +274,28 @@ class InstanceWorker:
     def verify(self) -> bool:
         """Lets the sink settle, digests this rank's memory as it then is, and reports.
 
-        Called after the engine's own end of the update session.
-        False when the placement changed under the transfer: then the gateway is told which layers, and sends them again
-        after all ranks were described anew.
+        Called after the engine's own end of the update session. Returns False when the placement changed under the
+        transfer. Then the gateway is told the layers, and has them sent again after all ranks were described anew.
         """
         try:
             change = self._change()
             if change.layers is None:
                 raise StalePlanError(f"changed during the transfer: {change.text}")
-            where, target = (self._pair, self._instance, self._epoch), self._target
+            scope, target = (self._pair, self._instance, self._epoch), self._target
             if target is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} has received nothing to verify")
             if change.text:
-                self._client.moved(*where, self._rank, target, list(change.layers))
+                self._client.moved(*scope, self._rank, target, list(change.layers))
                 return False
             if isinstance(self._sink, Settles):
                 self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
             digests = self._digests.report(self._joined().part, self._described(), target, labels)
             self._still_wanted()
-            # Whoever never hears of it cannot have committed it.
+            # Before the report: a gateway that never hears of it cannot have committed it.
             self.memory.verified, self.memory.of = target, self._uid
             self._ahead = self._client.digests(
-                *where, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
+                *scope, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
             )
             return True
         except BaseException as error:
@@ -300,27 +303,27 @@ class InstanceWorker:
             raise
 
     def serve(self, wait: float = 0.0) -> int | None:
-        """For engines without an API of their own: follows the gateway's orders through one connect or update.
+        """Follows the gateway's orders through one connect or update, for engines without an API of their own.
 
         Call it between two batches, on every rank. Returns when there is no order within `wait` seconds, and stays
         while something is under way. Returns the version that was committed, None when none was.
 
-        A pair that is deleted, or that the instance is no longer of, is logged once, and waited for: None. Raises
-        TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like that;
-        DisplacedError, for good, when another process has taken the place of this one.
+        A pair that is deleted, or that the instance has left, is logged once and waited for; then it returns None.
+        Raises TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like
+        that. Raises DisplacedError, for good, when another process has taken the place of this one.
         """
-        until = time.monotonic() + wait
+        deadline = time.monotonic() + wait
         try:
             while True:
                 try:
-                    return self._serve(until)
+                    return self._serve(deadline)
                 except AbsentError as error:
                     if self._cursor is None:
-                        raise  # nobody knows yet that there is such a pair
+                        raise  # nobody knows yet if there is such a pair
                     self._say_absent(error)
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     return None
-                time.sleep(min(1.0, max(0.0, until - time.monotonic())))
+                time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
         except DisplacedError as error:
             self._displaced = error
             raise
@@ -337,18 +340,18 @@ class InstanceWorker:
         busy = False
         while True:
             patience = POLL if busy else max(0.0, until - time.monotonic())
-            found = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
+            answer = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
             self._ahead, self._absent = None, False
-            if found.boot != self._boot:
-                return self._meet_again(found.boot)
-            for number, order in enumerate(found.orders, found.given - len(found.orders)):
+            if answer.boot != self._boot:
+                return self._meet_again(answer.boot)
+            for number, order in enumerate(answer.orders, answer.given - len(answer.orders)):
                 if number < self._cursor:
                     continue
                 self._cursor = number + 1
                 self._obey(order)
                 if self._is_last(order):
                     return self._committed(order)
-            busy = busy or bool(found.orders)
+            busy = busy or bool(answer.orders)
             if not busy and time.monotonic() >= until:
                 return None
 
@@ -366,19 +369,19 @@ class InstanceWorker:
             )
 
     def _first_order(self) -> int:
-        """Number of the first order that is for this worker; those that another one has followed before it are not."""
+        """Number of the first order for this worker, behind those that an earlier one has followed."""
         self._live()
-        found = self._client.orders(self._pair, self._instance, 0, 0.0)
-        self._boot = found.boot
-        last = found.orders[-1].action if found.orders else Action.LEFT
-        if last in (Action.REGISTER, Action.LEFT):
-            return found.given - (last is Action.REGISTER)
+        answer = self._client.orders(self._pair, self._instance, 0, 0.0)
+        self._boot = answer.boot
+        action = answer.orders[-1].action if answer.orders else Action.LEFT
+        if action in (Action.REGISTER, Action.LEFT):
+            return answer.given - (action is Action.REGISTER)
         self._client.restarted(self._pair, self._instance, self._rank)
-        return found.given
+        return answer.given
 
     def _meet_again(self, boot: str) -> int | None:
-        """The gateway was restarted or the pair created again: an update that was under way is over, committed if the
-        gateway says so.
+        """Leaves the life of the pair that is over, as the gateway was restarted or the pair created again. An update
+        that was under way is over, committed if the gateway says so: then returns its version.
         """
         log.warning(
             "%s rank %d: the gateway was restarted or the pair created again; this rank holds version %s",
@@ -390,14 +393,16 @@ class InstanceWorker:
         self._live()
         status, memory = self._client.pair_status(self._pair), self.memory
         record = status["instances"].get(self._instance, {})
-        expected, before = (memory.verified, memory.of, False), memory.version
-        same = memory.verified is not None and (record.get("version"), status["uid"], record.get("fenced")) == expected
-        self._confirm(same)
+        claim, old_version = (memory.verified, memory.of, False), memory.version
+        is_committed = (
+            memory.verified is not None and (record.get("version"), status["uid"], record.get("fenced")) == claim
+        )
+        self._confirm(is_committed)
         self._boot, self._cursor = boot, 0
-        return self.version if same and self.version != before else None
+        return self.version if is_committed and self.version != old_version else None
 
     def _is_last(self, order: Order) -> bool:
-        """Whether an order ends a connect or an update; within an update connecting does not end it."""
+        """True if an order ends a connect or an update. Within an update connecting does not end it."""
         if order.action in (Action.CONNECTED, Action.FAILED):
             return order.version is None
         return order.ends_update()
@@ -410,13 +415,13 @@ class InstanceWorker:
         return self.version
 
     def commit(self) -> None:
-        """What was transferred and verified last has been committed."""
+        """Takes as committed the version that was transferred and verified last."""
         if self.memory.verified is not None:
             self.memory.uncommitted = self.memory.unconfirmed = False
             self.memory.version = self.memory.verified
 
     def _obey(self, order: Order) -> None:
-        """One order; failures are told to the gateway, which ends the connect or update."""
+        """Follows one order. Failures are told to the gateway, which ends the connect or update."""
         with suppress(WeightcastError):
             if order.action is Action.REGISTER:
                 self.disconnect()
@@ -443,7 +448,7 @@ class InstanceWorker:
             raise
 
     def disconnect(self) -> None:
-        """Leaves the communicator."""
+        """Leaves the communicator, or gives up joining it."""
         self._give_up_join()
         if self._member is not None:
             self._member.close()
@@ -473,7 +478,7 @@ class InstanceWorker:
         return self._member
 
     def _change(self) -> Change:
-        """What changed since this rank was described."""
+        """Change of memory or placement since this rank was described."""
         layout = self._described()
         try:
             check_unmoved(layout)
@@ -483,11 +488,11 @@ class InstanceWorker:
 
     def _tell(self, error: BaseException, epoch: int | None = None) -> None:
         """Tells the gateway what failed in `epoch`, the present one unless given."""
-        where = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
-        log.error("%s rank %d: %s", self._instance, self._rank, error, extra=where)
+        labels = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
+        log.error("%s rank %d: %s", self._instance, self._rank, error, extra=labels)
         if isinstance(error, DisplacedError):
             self._displaced = error
-            return  # what becomes of the instance is for the process that has taken the place
+            return  # the process that has taken the place decides about the instance
         if self._quiet or self._client.lost:
             return
         epoch = self._epoch if epoch is None else epoch

@@ -1,4 +1,4 @@
-"""What both sides of a pair share: how long a rank waits, its place in a communicator, its reports of its memory."""
+"""Shared parts of both sides of a pair: the waits of a rank, its place in a communicator, reports of its memory."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Seconds that a rank waits: to join, for a transfer, for what the gateway decides, and for a gateway that is gone;
-    and how often it says that it lives.
+    """Seconds that a rank waits: to join, for a transfer, for the gateway's decisions, and for a gateway that is gone.
+    `heartbeat` are those between two signs of life.
 
-    The gateway has deadlines of its own for every step and names who is missing, so a rank waits for it longer than for
+    The gateway has deadlines of its own for every step and names who is missing. So a rank waits for it longer than for
     all of them together: its own deadline is for a gateway that hangs.
     """
 
@@ -58,14 +58,14 @@ class Waits:
 
     @classmethod
     def of(cls, settings: Settings, deadline: float | None = None) -> Waits:
-        """From the settings of a pair; `deadline` in their place bounds every wait."""
+        """Waits from the settings of a pair; a `deadline` in their place bounds every wait."""
         if deadline is not None:
             return cls(deadline, deadline, deadline, min(settings.outage, deadline), settings.heartbeat)
         return cls(settings.join, settings.transfer, settings.longest, settings.outage, settings.heartbeat)
 
     @classmethod
     def of_pair(cls, client: GatewayClient, pair: str, deadline: float | None) -> Waits:
-        """From the settings that the gateway has for a pair; sets how patient `client` is."""
+        """Waits from the settings that the gateway has for a pair; sets `outage` of `client`."""
         waits = cls.of(Settings.given(client.settings(pair)), deadline)
         client.outage = waits.outage
         return waits
@@ -81,18 +81,20 @@ class Member:
     neighbours: Neighbours = field(default_factory=Neighbours)
 
     def rebind(self, layout: RankLayout) -> None:
-        """The same regions at new addresses."""
+        """Takes a layout with the same regions at new addresses."""
         if self.group is not None:
             self.executor = Executor(self.part, layout, self.group, self.neighbours)
 
     def executor_for(self, layers: Collection[int] | None, layout: RankLayout) -> Executor | None:
-        """What runs the part; with `layers` the operations on the routed experts of these layers alone."""
+        """Executor of the part; with `layers` one for the operations on the routed experts of these layers alone. None
+        for a rank that stays outside.
+        """
         if layers is None or self.executor is None or self.group is None:
             return self.executor
         return Executor(only_layers(self.part, layers), layout, self.group, self.neighbours)
 
     def close(self) -> None:
-        """Leaves the communicator."""
+        """Leaves the communicator and its neighbours."""
         if self.group is not None:
             self.group.close()
             self.group = self.executor = None
@@ -101,8 +103,8 @@ class Member:
 
 @dataclass(slots=True)
 class Run:
-    """A transfer under way. The gateway may give it up before this rank sees why: a peer that stands still and a link
-    that is cut show in no connection.
+    """A transfer under way. The gateway may give it up before this rank sees why: no connection shows a peer that
+    stands still, or a link that is cut.
     """
 
     epoch: int
@@ -111,21 +113,21 @@ class Run:
     called_off: bool = False
 
     def call_off(self) -> None:
-        """Makes it fail at once; from any thread."""
+        """Makes the transfer fail at once, from any thread."""
         self.called_off = True
         self.group.abort()
 
 
 def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
-    """The part without the operations on anything but routed experts of `layers`; every member leaves out the same."""
+    """The part with nothing but operations on routed experts of `layers`; every member leaves out the same."""
     names = parse_names(part.tensors.names)
-    wanted = np.isin(names.layer, list(layers)) & (names.expert != NONE)
-    rows = np.flatnonzero(wanted[part.operations.tensor])
+    mask = np.isin(names.layer, list(layers)) & (names.expert != NONE)
+    rows = np.flatnonzero(mask[part.operations.tensor])
     return part.take(rows)
 
 
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
-    """What goes on the wire of a layout."""
+    """Report of a layout, as it goes on the wire."""
     return RankReport(rank, world_size, host_name(), layout.table, layout.placement, layout.notes)
 
 
@@ -142,18 +144,18 @@ def join(
 ) -> Member:
     """Joins the communicator of a part and prepares its executor. A rank that no operation names stays outside.
 
-    `joining` says how long that may take; `share` what a trainer rank lends to ranks of its host.
+    `joining` has the deadline; `share` says what a trainer rank exports to ranks of its host.
     """
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
     labels = member_labels(part)
-    where = (pair, part.instance, epoch, "trainer" if part.is_trainer else "instance", part.rank)
+    scope = (pair, part.instance, epoch, "trainer" if part.is_trainer else "instance", part.rank)
     deadline = joining.deadline
     if part.group_rank == 0:
         store, port = open_store(address, deadline)
-        client.set_rendezvous(*where, address, port)
+        client.set_rendezvous(*scope, address, port)
     else:
-        host, port = client.rendezvous(*where, deadline.at)
+        host, port = client.rendezvous(*scope, deadline.at)
         store = connect_store(host, port, deadline)
     group = join_group(
         store,
@@ -171,7 +173,7 @@ def join(
             raise DeadlineError(f"{pair}/{part.instance}/{epoch}: {labels[part.group_rank]} joined too late")
         member.neighbours = find_neighbours(group, part, layout, share, deadline)
         member.executor = Executor(part, layout, group, member.neighbours)
-        client.joined(*where)
+        client.joined(*scope)
     except BaseException:
         member.close()
         raise
@@ -179,7 +181,7 @@ def join(
 
 
 class Joining:
-    """A call of `join` in a thread of its own: it waits for others in calls that nothing ends before their deadline,
+    """A call of `join` in a thread of its own. It waits for others in calls that nothing ends before their deadline,
     and the gateway may have given them up long before. `failed` is told what it raised, unless nobody waits any longer.
     """
 
@@ -202,7 +204,7 @@ class Joining:
         except BaseException as error:
             with self._lock:
                 abandoned, self._error = self._abandoned, self._error or error
-            self._over.set()  # whatever comes of telling it
+            self._over.set()  # before the error is told: that may fail
             if not abandoned:
                 self._failed(error)
         else:
@@ -213,7 +215,7 @@ class Joining:
             self._over.set()
 
     def abandon(self) -> None:
-        """Waits no longer, from any thread: joining fails, and what is joined after this is left at once."""
+        """Ends the wait, from any thread: joining fails, and what is joined after this is left at once."""
         with self._lock:
             if self._abandoned:
                 return
@@ -227,7 +229,7 @@ class Joining:
         self._over.set()
 
     def result(self) -> Member:
-        """Waits for its end. Raises what it raised."""
+        """Waits for the end of joining, and returns the member. Raises what joining raised."""
         self._over.wait()
         if self._error is not None:
             raise self._error
@@ -238,9 +240,9 @@ class Joining:
 
 def check_unmoved(layout: RankLayout) -> None:
     """Raises StalePlanError when memory that a layout points to was freed or reallocated."""
-    moved = layout.memory.moved()
-    if moved:
-        rows = np.flatnonzero(np.isin(layout.memory.base, moved))
+    bases = layout.memory.moved()
+    if bases:
+        rows = np.flatnonzero(np.isin(layout.memory.base, bases))
         region = layout.table.region(int(rows[0]))
         raise StalePlanError(
             f"the memory of {region.tensor!r} and {len(rows) - 1} more regions was reallocated "
@@ -249,9 +251,9 @@ def check_unmoved(layout: RankLayout) -> None:
 
 
 class Change(NamedTuple):
-    """What changed since a rank was described, in one line, empty when nothing did.
+    """Difference of a rank from its description, in one line, empty when there is none.
 
-    `layers` are those whose expert placement did; None when more than that changed.
+    `layers` are those whose expert placement changed; None when more than that changed.
     """
 
     text: str
@@ -259,18 +261,18 @@ class Change(NamedTuple):
 
 
 def changed_placement(described: RankPlacement | None, now: RankPlacement | None) -> Change:
-    """Whether an expert placement changed, and in which layers."""
+    """Change of an expert placement, with the layers in which it changed."""
     if described is None or now is None:
         if described is now:
             return Change("")
         return Change("the engine has gained or lost its expert placement", None)
-    before, after = (p.placement.physical_to_logical.shape for p in (described, now))
-    if before != after:
-        return Change(f"the placement had shape {before}, now {after}", None)
+    old_shape, new_shape = (p.placement.physical_to_logical.shape for p in (described, now))
+    if old_shape != new_shape:
+        return Change(f"the placement had shape {old_shape}, now {new_shape}", None)
     layers = tuple(described.placement.changed_layers(now.placement).tolist())
     if layers:
-        more = f" and {len(layers) - 20} more" if len(layers) > 20 else ""
-        return Change(f"the expert placement of layers {', '.join(map(str, layers[:20]))}{more} changed", layers)
+        suffix = f" and {len(layers) - 20} more" if len(layers) > 20 else ""
+        return Change(f"the expert placement of layers {', '.join(map(str, layers[:20]))}{suffix} changed", layers)
     if described.storage_rank != now.storage_rank:
         return Change(f"the storage rank was {described.storage_rank}, now {now.storage_rank}", None)
     return Change("")

@@ -1,4 +1,4 @@
-"""How a trainer rank follows the orders of all instances at once: one poll for all, and a thread for each instance."""
+"""Orders of all instances at once, on a trainer rank: one poll for all, and a thread for each instance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightcast.transfer.errors import ControlError, DeadlineError
 __all__ = ["Follow", "OrderFeed"]
 
 Follow: TypeAlias = Callable[[str, Callable[[], Order]], None]
-"""What is done for one instance, given its name and a call that waits for its next order."""
+"""Work for one instance, given its name and a call that waits for its next order."""
 
 
 class OrderFeed:
@@ -36,13 +36,13 @@ class OrderFeed:
         seen: Callable[[Order], None] = lambda order: None,
         lost: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Does `work` for all instances at once, so that none waits for another, until each has had its `last` order.
+        """Runs `work` for all instances at once, so that none waits for another, until each has had its `last` order.
 
-        `seen` is told of each order as it comes, while the work for its instance may be busy with one before, `lost`
-        why no further order can come.
+        `seen` is told of each order as it comes, while the work for its instance may be busy with one before. `lost` is
+        told why no further order can come.
 
-        Raises the first failure after all have ended; DeadlineError when an order does not come, ControlError when the
-        gateway was restarted or the pair created again.
+        Raises the first failure after all have ended. Raises DeadlineError when an order does not come, ControlError
+        when the gateway was restarted or the pair created again.
         """
         if not names:
             return
@@ -50,10 +50,10 @@ class OrderFeed:
 
         def taker(name: str) -> Callable[[], Order]:
             def take() -> Order:
-                found = queues[name].get()
-                if isinstance(found, BaseException):
-                    raise found
-                return found
+                item = queues[name].get()
+                if isinstance(item, BaseException):
+                    raise item
+                return item
 
             return take
 
@@ -75,25 +75,25 @@ class OrderFeed:
         last: Callable[[Order], bool],
         seen: Callable[[Order], None],
     ) -> None:
-        left = set(queues)
-        while left:
-            for order in self._next(left):
+        names = set(queues)
+        while names:
+            for order in self._next(names):
                 name = order.instance
-                if name in left:
+                if name in names:
                     seen(order)
                     queues[name].put(order)
                     if last(order):
-                        left.discard(name)
+                        names.discard(name)
 
     def _next(self, names: Collection[str]) -> list[Order]:
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise DeadlineError(f"pair {self._pair}: no order for {', '.join(sorted(names))} came in time")
-        found = self._client.pair_orders(self._pair, self._after, min(POLL, seconds), self._boot)
-        if found.boot != self._boot:
+        answer = self._client.pair_orders(self._pair, self._after, min(POLL, seconds), self._boot)
+        if answer.boot != self._boot:
             raise ControlError(
                 f"pair {self._pair}: the gateway was restarted or the pair created again while "
                 f"{', '.join(sorted(names))} were connected or updated; offer a greater version"
             )
-        self._after += len(found.orders)
-        return found.orders
+        self._after += len(answer.orders)
+        return answer.orders

@@ -1,4 +1,4 @@
-"""A trainer rank's side of its pair, given a Source. What a training loop holds on every trainer rank:
+"""A trainer rank's side of its pair, given a Source. A training loop holds on every trainer rank:
 
 worker = TrainerWorker("http://127.0.0.1:8900", "main", FsdpSource(model), rank=rank, world_size=world)
 worker.connect()
@@ -39,7 +39,7 @@ log = logging.getLogger("weightcast.worker")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """How an update ended: the gateway's record for each instance, and what this rank moved for it."""
+    """End of an update: the gateway's record for each instance, and the report of what this rank moved for it."""
 
     version: int
     instances: dict[str, dict[str, Any]]
@@ -49,17 +49,18 @@ class UpdateResult:
 class TrainerWorker:
     """A trainer rank's hold on its pair. All methods are called on every trainer rank, in the same order.
 
-    `backend` and `address` are those of the communicators: "tcp", "gloo" or "nccl", and the address on which this rank
-    can be reached.
+    `backend` of the communicators is "tcp", "gloo" or "nccl", and `address` the one on which this rank can be reached.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
-    unless given. `share` is what ranks of engines on this host may read: with "in_place" the weights themselves, which
-    are moved into shared memory once, with their views; with "staged" a buffer of the pair's bucket size, for a trainer
-    that resizes, offloads or pins its weights. Without it all bytes travel.
+    unless given.
+
+    `share` is what ranks of engines on this host may read. With "in_place" that is the weights themselves, which are
+    moved into shared memory once, with their views. With "staged" it is a buffer of the pair's bucket size, for a
+    trainer that resizes, offloads or pins its weights. Without `share` all bytes travel.
 
     Of each rank of a pair's trainer one process is believed: the worker that connected last. It displaces the one
-    before it for good: whatever that one asks from then on raises DisplacedError, `connect` too. `takeover` lets this
-    worker's `connect` displace another one also when it was displaced itself: for a trainer that is to go on after it
-    was replaced by mistake; then all of its ranks need it.
+    before it for good: whatever that one asks from then on raises DisplacedError, `connect` too. With `takeover` this
+    worker's `connect` displaces another one also when it was displaced itself. That is for a trainer that is to go on
+    after it was replaced by mistake; then all of its ranks need it.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class TrainerWorker:
         """Describes and registers this rank, and joins the communicator of every instance.
 
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
-        on; DisplacedError when another process has replaced this one, TransferError when the gateway did not answer for
-        the setting `outage`.
+        on. Raises DisplacedError when another process has replaced this one, TransferError when the gateway did not
+        answer for the setting `outage`.
         """
         self._begin()
         for member in self._members.values():
@@ -128,7 +129,7 @@ class TrainerWorker:
         return share_memory(layout) if self._share == "in_place" else layout
 
     def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
-        """Orders for the trainer as it was before this are passed over."""
+        """Registers this rank, and beats for it. Orders for the trainer as it was before this are passed over."""
         report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
         registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
         self._generation = registered.generation
@@ -147,9 +148,9 @@ class TrainerWorker:
         Until then the weights must stand still: where they do not, it is found out, and nothing is served.
 
         Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
-        layout is no longer the one it registered, DisplacedError when another process has replaced this one,
-        PairStateError when another rank started anew and all have to connect again, UpdateError naming each instance
-        that did not commit and why, and TransferError when the gateway did not answer for the setting `outage`.
+        layout is no longer the one it registered. Raises DisplacedError when another process has replaced this one,
+        PairStateError when another rank started anew and all have to connect again. Raises UpdateError naming each
+        instance that did not commit and why, TransferError when the gateway did not answer for the setting `outage`.
         """
         self._begin()
         layout = self._describe()
@@ -182,9 +183,9 @@ class TrainerWorker:
             self._give_up,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
-        failed = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
-        if failed:
-            raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failed)}")
+        failures = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
+        if failures:
+            raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failures)}")
         return UpdateResult(version, instances, reports)
 
     def _begin(self) -> None:
@@ -201,7 +202,7 @@ class TrainerWorker:
             run.call_off()
 
     def close(self) -> None:
-        """Leaves all communicators."""
+        """Leaves all communicators and the gateway."""
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
@@ -212,7 +213,7 @@ class TrainerWorker:
         self._client.close()
 
     def _rebind(self, layout: RankLayout) -> None:
-        """The same regions at new addresses: the plan holds, the executors get new views."""
+        """Takes a layout with the same regions at new addresses: the plan holds, the executors get new views."""
         self._layout = layout
         for member in self._members.values():
             member.rebind(layout)
@@ -235,7 +236,9 @@ class TrainerWorker:
                     return
 
     def _raise_failure(self, name: str, order: Order) -> None:
-        """The gateway keeps the failure as an error of its own class; asking for the part raises it."""
+        """Raises the failure of a connect. The gateway keeps it as an error of its own class, which asking for the part
+        raises.
+        """
         self._client.part(self._pair, name, order.epoch, "trainer", self._rank, time.monotonic() + 5.0)
         raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
@@ -252,10 +255,10 @@ class TrainerWorker:
         except WeightcastError as error:
             self._tell(name, epoch, error)
             return
-        where, waits = (self._client, self._pair, epoch, part, layout), self._waits
+        arguments, waits = (self._client, self._pair, epoch, part, layout), self._waits
         self._joining[name] = Joining(
             waits.join,
-            lambda joining: join(*where, self._backend, self._address, joining, self._share),
+            lambda joining: join(*arguments, self._backend, self._address, joining, self._share),
             lambda error: self._tell(name, epoch, error),
         )
         if self._given_up:
@@ -268,7 +271,7 @@ class TrainerWorker:
                 self._members[name] = joining.result()
 
     def _leave_join(self, name: str) -> None:
-        """Waits no longer for who does not join: the gateway has given them up."""
+        """Waits no longer for ranks that do not join: the gateway has given them up."""
         joining = self._joining.pop(name, None)
         if joining is not None:
             joining.abandon()
@@ -297,7 +300,7 @@ class TrainerWorker:
         return {"pair": self._pair, "version": version}
 
     def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
-        """Tells the gateway what the weights are, before anything of them is sent."""
+        """Reports the digests of the weights to the gateway, before anything of them is sent."""
         member, layout = self._members.get(name), self._layout
         try:
             if member is None or layout is None:
@@ -311,7 +314,7 @@ class TrainerWorker:
                 raise
 
     def _run(self, name: str, version: int, order: Order, reports: dict[str, TransferReport], since: float) -> None:
-        """Sends this rank's part, digests once more and reports that; a failure is told to the gateway, which ends the
+        """Sends this rank's part, digests once more and reports that. A failure is told to the gateway, which ends the
         update. `since` is as in `SharedDigests.second`.
         """
         member, layout = self._members.get(name), self._layout
@@ -346,17 +349,17 @@ class TrainerWorker:
         """Ends a run that the gateway has given up: from a host that is cut off nothing comes, not even an error."""
         run = self._running.get(order.instance)
         if run is not None and (order.epoch != run.epoch or order.action in (Action.END, Action.FAILED, Action.LEFT)):
-            where = {"pair": self._pair, "instance": order.instance, "rank": self._rank}
-            log.warning("the run is called off: %s", order.reason, extra=where)
+            labels = {"pair": self._pair, "instance": order.instance, "rank": self._rank}
+            log.warning("the run is called off: %s", order.reason, extra=labels)
             run.call_off()
 
     def _tell(self, name: str, epoch: int, error: BaseException) -> None:
-        where = {"pair": self._pair, "instance": name, "rank": self._rank}
-        log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=where)
+        labels = {"pair": self._pair, "instance": name, "rank": self._rank}
+        log.error("trainer rank %d, instance %s: %s", self._rank, name, error, extra=labels)
         if self._client.lost:
             return
-        # A failure that arrives in an epoch that is over concerns nobody any more; what ends without a gateway is told
-        # by whoever waits for its orders.
+        # A failure that arrives in an epoch that is over concerns nobody any more. That the gateway is gone is told by
+        # whoever waits for its orders.
         with suppress(PairStateError, TransferError):
             self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
 

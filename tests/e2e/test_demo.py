@@ -27,7 +27,7 @@ def test_megatron_brings_every_version_to_an_engine(root: Path, tmp_path: Path) 
     They share the host's memory by staging, and the trainer's weights are away while the engine generates.
     """
     server = json.dumps({"name": "rollout-0", "tp": 2, "ep": 2, "map": [0, 1, 2, 3, 3, 0]})
-    prelude = str(root / "tests" / "megatron_cpu.py")
+    prelude = str(root / "tests" / "support" / "megatron_cpu.py")
     done = demo(
         "--trainer", "megatron", "--trainer-prelude", prelude, "--versions", "2", "--instance", server, "--json",
         "--colocated", "staged", work=tmp_path,

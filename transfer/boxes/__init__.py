@@ -1,5 +1,8 @@
-"""Boxes of tensors as columns of numbers, without torch.
+"""Boxes of tensors as columns of integers, without torch.
 
-`columns` sorts and groups rows, and `algebra` intersects boxes and decomposes them into cells. `slices` cuts boxes into
-pieces, and `strided` joins copies of boxes into fewer.
+- `arrays`: types of the numpy arrays
+- `columns`: sorting, grouping and numbering of integer columns
+- `algebra`: intersection, disjointness, cells and coverage of boxes
+- `slices`: boxes cut into pieces, each one run in row-major order
+- `strided`: many strided copies joined into few
 """

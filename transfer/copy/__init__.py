@@ -1,5 +1,7 @@
 """Copies inside one process, prepared once and made in every update.
 
-`batch` makes them with few calls, and `runs` moves many runs of a CPU's memory by one call. `spacing` finds runs at one
-distance, and `nan` gives every NaN that a cast makes the same bits.
+- `batch`: `CopyBatch`, many copies between parameters and messages in few calls
+- `runs`: many runs of CPU memory of one length, moved by one call
+- `spacing`: runs at one distance, which need no second copy
+- `nan`: one bit pattern for every NaN that a cast makes
 """

@@ -1,5 +1,12 @@
 """Digests of boxes: equal on all devices, however a tensor is cut.
 
-`definition` says what a digest is and computes it with torch; `cpu_loops` and `gpu_kernel` compute the same faster.
-`digester` digests the boxes of a rank, and `values` counts the values in them that are not finite.
+- `definition`: the digest defined, and computed with torch on any device
+- `constants`: pseudo-random constants of a digest, without torch
+- `residues`: sums and differences of digests, without torch
+- `digester`: `Digester`, the digests of many boxes, prepared once for a layout
+- `boxes`: boxes of one form stacked, so that one call digests them
+- `cpu_scan`: boxes in CPU memory, prepared for the compiled loops
+- `cpu_loops`: loops that numba compiles for CPUs
+- `gpu_kernel`: Triton kernel for GPUs
+- `values`: counts of infinite values and NaN, in boxes or made by a cast
 """

@@ -1,5 +1,6 @@
-"""Messages that the ranks of an update exchange, and the rounds in which they move.
+"""Messages that ranks exchange in an update, and the rounds in which they move.
 
-`messages` cuts the boxes of two ranks into messages, and `messages_in_memory` finds all messages of one rank in its
-memory. `schedule` prepares the tensors and copies of each round.
+- `messages`: boxes of two ranks cut into messages, and messages assigned to rounds
+- `messages_in_memory`: all messages of one rank, with the memory of each box
+- `schedule`: tensors and copies of each round, prepared
 """

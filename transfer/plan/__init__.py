@@ -1,5 +1,10 @@
 """Transfer plans: all operations of a pair, and the part of them that each rank gets.
 
-`operations` has the columns of a plan, `parts` cuts out a rank's part, `stages` orders relays, `traffic` counts bytes.
-`verification` says which rows are digested, and `digest_report` holds what a rank digested.
+- `operations`: `TransferPlan`, the columns of a plan, and `RankPart`, the rows of one rank
+- `stages`: stages in which relays pass boxes on
+- `verification`: elements that an update digests: all, a sample, or none
+- `proof`: proof of a plan's invariants
+- `parts`: parts of single ranks, cut out of a plan
+- `traffic`: bytes that each rank sends, receives and copies
+- `digest_report`: `DigestReport`, the digests of one rank in an update
 """

@@ -1,5 +1,7 @@
 """Messages between ranks and gateway, as bytes.
 
-`messages` encodes and decodes rank reports, parts of plans and digests. `frames` has the bytes of one message,
-`integers` those of one column, and `tables` the checks of tensor tables and boxes.
+- `messages`: rank reports, plan parts and digests, encoded and decoded
+- `tables`: tensor tables and boxes in messages, with their checks
+- `frames`: bytes of one message: header, columns, compression, size limits
+- `integers`: columns of integers in few bytes
 """

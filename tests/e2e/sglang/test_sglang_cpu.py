@@ -127,6 +127,6 @@ def test_engine_generates_what_transformers_does(
         ids = torch.tensor([prompt])
         tokens = model.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
         expected.append(tokens[0, len(prompt) :].tolist())
-    script = root / "tests" / "sglang_cpu_engine.py"
+    script = root / "tests" / "support" / "sglang_cpu_engine.py"
     output = run_python(sglang_cpu_environment, script, checkpoint, str(tp), str(ep), json.dumps(row))
     assert json.loads(output.splitlines()[-1]) == expected
