@@ -43,6 +43,7 @@ class Gateway:
         self.metrics = Metrics(self.pairs)
         self._tasks: set[asyncio.Task[object]] = set()
         self._connecting: dict[str, tuple[int, asyncio.Task[object]]] = {}
+        self._changing = asyncio.Lock()  # pairs and their instances, by operators: a change waits for the disk
         # Trainer processes of deleted pairs: one that was replaced is not believed again in a new pair of that name.
         self._processes: dict[str, list[Standing]] = {}
         for spec, instances in self.store.load():
@@ -76,54 +77,61 @@ class Gateway:
 
     async def create(self, spec: PairSpec) -> Pair:
         """Creates a pair; the same spec again changes nothing. Raises ControlError for another spec under its name."""
-        namesake = self.pairs.get(spec.name)
-        if namesake is not None:
-            if namesake.spec != spec:
-                raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
-            return namesake
-        if len(self.pairs) >= MAX_PAIRS:
-            raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
-        for name, engine in spec.instances.items():
-            self._check_free(name, engine)
-        processes = [
-            standing for standing in self._processes.get(spec.name, ()) if standing.process.rank < spec.trainer_world
-        ]
-        pair = Pair(spec, self.store, self.metrics.updated, processes)
-        await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
-        await self.store.save_processes(spec.name, processes)
-        return self.pairs.setdefault(spec.name, pair)
+        async with self._changing:
+            namesake = self.pairs.get(spec.name)
+            if namesake is not None:
+                if namesake.spec != spec:
+                    raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
+                return namesake
+            if len(self.pairs) >= MAX_PAIRS:
+                raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
+            for name, engine in spec.instances.items():
+                self._check_free(name, engine)
+            processes = [
+                standing
+                for standing in self._processes.get(spec.name, ())
+                if standing.process.rank < spec.trainer_world
+            ]
+            pair = Pair(spec, self.store, self.metrics.updated, processes)
+            await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
+            await self.store.save_processes(spec.name, processes)
+            self.pairs[spec.name] = pair
+            return pair
 
     async def delete(self, name: str) -> None:
         """Forgets a pair; engines are left as they are. Raises ControlError while it connects or updates."""
-        pair = self.pair(name)
-        if pair.offers or self._is_connecting(name):
-            raise ControlError(
-                f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards"
-            )
-        await self.store.forget(name)
-        del self.pairs[name]
-        self._processes[name] = pair.incarnations.standings()
-        for oldest in tuple(self._processes)[:-MAX_PAIRS]:
-            del self._processes[oldest]
-        self._connecting.pop(name, None)
-        for state in (pair, *pair.instances.values()):
-            state.end()
-        await _close_drivers(pair)
+        async with self._changing:
+            pair = self.pair(name)
+            if pair.offers or self._is_connecting(name):
+                raise ControlError(
+                    f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards"
+                )
+            await self.store.forget(name)
+            del self.pairs[name]
+            self._processes[name] = pair.incarnations.standings()
+            for oldest in tuple(self._processes)[:-MAX_PAIRS]:
+                del self._processes[oldest]
+            self._connecting.pop(name, None)
+            for state in (pair, *pair.instances.values()):
+                state.end()
+            await _close_drivers(pair)
 
     async def join(self, name: str, instance: str, spec: EngineSpec) -> Instance:
         """Adds an instance to a pair; see `Pair.join`."""
-        pair = self.pair(name)
-        namesake = pair.instances.get(instance)
-        if namesake is None or namesake not in pair.present:
-            self._check_free(instance, spec)
-        newcomer = await pair.join(instance, spec)
-        if namesake is not None and namesake is not newcomer:
-            await namesake.driver.close()
-        return newcomer
+        async with self._changing:
+            pair = self.pair(name)
+            namesake = pair.instances.get(instance)
+            if namesake is None or namesake not in pair.present:
+                self._check_free(instance, spec)
+            newcomer = await pair.join(instance, spec)
+            if namesake is not None and namesake is not newcomer:
+                await namesake.driver.close()
+            return newcomer
 
     async def leave(self, name: str, instance: str) -> Instance:
         """Takes an instance out of a pair; see `Pair.leave`."""
-        return await self.pair(name).leave(instance)
+        async with self._changing:
+            return await self.pair(name).leave(instance)
 
     def start_connect(self, name: str) -> None:
         """Connects the pair's instances in the background; once for each start of the trainer."""

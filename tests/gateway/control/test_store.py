@@ -28,7 +28,7 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.records import EngineSpec, PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import ControlError, DisplacedError
+from weightcast.transfer.errors import AbsentError, ControlError, DisplacedError
 from weightcast.transfer.planner.topology import Topology
 
 SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
@@ -48,6 +48,31 @@ def opened(path: Path) -> Store:
     store = Store(path)
     store.open()
     return store
+
+
+def test_operators_at_the_same_moment_change_one_after_the_other(tmp_path: Path) -> None:
+    """Of two creations of a name one is the pair, in memory and in the file; of two deletions one finds it."""
+
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+        other = replace(SPEC, bucket_bytes=1 << 21)
+        same, again, refused = await asyncio.gather(
+            gateway.create(SPEC), gateway.create(SPEC), gateway.create(other), return_exceptions=True
+        )
+        assert same is again is gateway.pair("main")
+        assert isinstance(refused, ControlError)
+        ((saved, _),) = gateway.store.load()
+        assert (saved, saved.uid) == (SPEC, gateway.pair("main").spec.uid)
+        joins = [gateway.join("main", B, EngineSpec("worker", size)) for size in (2, 3)]
+        newcomer, refused = await asyncio.gather(*joins, return_exceptions=True)
+        assert newcomer is gateway.pair("main").instance(B)
+        assert isinstance(refused, ControlError)
+        outcomes = await asyncio.gather(*(gateway.delete("main") for _ in range(2)), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [type(None), AbsentError]
+        assert gateway.store.load() == []
+        await gateway.close()
+
+    asyncio.run(run())
 
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
