@@ -26,7 +26,7 @@ from weightcast.transfer.layout.tables import NO_SLOT
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.operations import TRAINER, DigestRows, TransferPlan
 
-__all__ = ["DigestCheck", "compare_digests"]
+__all__ = ["DigestCheck"]
 
 _FENCED = "the version is not committed; fence the instance and update it in full"
 _SHOWN_PLACES = 4
@@ -47,7 +47,14 @@ class DigestCheck:
         reports: Mapping[int, DigestReport],
         slots: Mapping[int, IntArray] | None = None,
     ) -> DigestCounts:
-        """Compares one instance with the trainer, see `compare_digests`. Several threads may call it."""
+        """Compares one instance with the trainer; several threads may call it.
+
+        Reports are by rank; ranks without rows in the plan need none. `slots` has the slot column of each rank's
+        table, for messages and counts.
+
+        Raises DigestMismatchError naming tensor, instance, rank, region and slot, the expected and the found digest.
+        Raises LayoutError for an instance that the plan lacks.
+        """
         plan = self._plan
         if instance not in plan.instances:
             raise LayoutError(f"the plan has no instance {instance!r}; it has {', '.join(plan.instances)}")
@@ -128,23 +135,6 @@ class DigestCheck:
                 _check_replicas(side, reference.sums)
                 self._sent = reference
             return reference
-
-
-def compare_digests(
-    plan: TransferPlan,
-    trainer: Mapping[int, DigestReport],
-    instance: str,
-    reports: Mapping[int, DigestReport],
-    slots: Mapping[int, IntArray] | None = None,
-) -> DigestCounts:
-    """Compares one instance with the trainer. Reports are by rank; ranks without rows in the plan need none.
-
-    `slots` has the slot column of each rank's table, for messages and counts.
-
-    Raises DigestMismatchError naming tensor, instance, rank, region and slot, the expected and the found digest. Raises
-    LayoutError for an instance that the plan lacks.
-    """
-    return DigestCheck(plan).compare(trainer, instance, reports, slots)
 
 
 @dataclass(frozen=True, slots=True)

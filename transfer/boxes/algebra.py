@@ -17,7 +17,7 @@ from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.columns import any_column, concatenate, lex_sort, ranges, shared, starts_of, volumes
 from weightcast.transfer.errors import LayoutError
 
-__all__ = ["Cells", "are_disjoint", "decompose", "intersect", "overlaps", "uncovered"]
+__all__ = ["Cells", "decompose", "intersect", "overlaps", "uncovered"]
 
 PAIR_CHUNK = 1 << 22
 """Candidate pairs examined at a time; bounds the memory of a join."""
@@ -166,11 +166,6 @@ def _chunks(count: IntArray) -> Iterator[slice]:
     bounds = np.unique(np.concatenate([[0], cuts, [count.shape[0]]])).tolist()
     for start, stop in itertools.pairwise(bounds):
         yield slice(start, stop)
-
-
-def are_disjoint(key: IntArray, offset: IntArray, size: IntArray) -> bool:
-    """True if no two boxes of one key share an element; equal boxes do."""
-    return not overlaps(key, offset, size)[0].size
 
 
 def overlaps(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray, IntArray]:

@@ -62,18 +62,6 @@ class RankLayout:
             self.table.size[row, :ndim].tolist(), m.stride[row, :ndim].tolist(), int(m.start[row])
         )
 
-    def box_view(self, row: int, offset: Sequence[int], size: Sequence[int]) -> torch.Tensor:
-        """The part of region `row` that is the box (offset, size) of its logical tensor; a view.
-
-        Offset and size may be padded. The box must lie inside the region: plans are checked before they are run.
-        """
-        m, t = self.memory, self.table
-        ndim = int(t.tensors.ndim[t.tensor[row]])
-        stride = m.stride[row, :ndim]
-        delta = np.asarray(offset[:ndim], dtype=np.int64) - t.offset[row, :ndim]
-        start = int(m.start[row]) + int((delta * stride).sum())
-        return m.bases[int(m.base[row])].as_strided([int(n) for n in size[:ndim]], stride.tolist(), start)
-
 
 class LayoutBuilder:
     """Collects regions and the views behind them, one call a region, and makes the RankLayout.

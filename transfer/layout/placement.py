@@ -168,10 +168,6 @@ class ExpertPlacement:
             self._slot_tables[:] = [_tuples(slots, start) for slots, start in columns]
         return self._slot_tables[min(layer, self.num_layers)]
 
-    def rank_slots(self, layer: int, expert: int) -> list[tuple[int, int]]:
-        """(EP rank, local slot) of every slot of a logical expert, ascending. Raises PlacementIndexError."""
-        return [divmod(physical, self.slots_per_rank) for physical in self.slots(layer, expert)]
-
     def same_rank_pairs(self) -> IntArray:
         """(k, 4) layer, logical expert, EP rank and number of its slots on that rank, where these are two or more."""
         layers, slots, ranks = self.num_layers, self.num_physical, self.ep_size
@@ -266,16 +262,6 @@ class RankPlacement:
         """(num_local_routed,) the logical expert of each local routed slot, read-only."""
         return self.placement.local_experts(layer, self.storage_rank)
 
-    def logical_of_slot(self, layer: int, slot: int) -> int:
-        """The logical expert of a local routed slot. Raises PlacementIndexError, for shared slots too."""
-        self._check_routed(layer, slot)
-        return int(self.experts(layer)[slot])
-
-    def physical_of_slot(self, slot: int) -> int:
-        """The physical slot of a local routed slot. Raises PlacementIndexError, for shared slots too."""
-        self._check_routed(None, slot)
-        return self.storage_rank * self.num_local_routed + slot
-
     def slot_of_physical(self, physical: int) -> int | None:
         """The local slot of a physical slot, None when another rank stores it; never a shared slot.
 
@@ -285,32 +271,6 @@ class RankPlacement:
             raise PlacementIndexError(f"physical slot {physical} is not in 0..{self.placement.num_physical - 1}")
         slot = physical - self.storage_rank * self.num_local_routed
         return slot if 0 <= slot < self.num_local_routed else None
-
-    def is_shared_slot(self, slot: int) -> bool:
-        """True if a local slot holds a fused shared expert. Raises PlacementIndexError past the last slot."""
-        if not 0 <= slot < self.num_slots:
-            raise PlacementIndexError(
-                f"storage rank {self.storage_rank}: local slot {slot} is not in 0..{self.num_slots - 1}"
-            )
-        return slot >= self.num_local_routed
-
-    def is_past_start(self, physical: int) -> bool:
-        """True if a routed slot came with a scale-up after this rank started.
-
-        SGLang 0.5.23's own id mapping (`FusedMoE._map_global_expert_id_to_local_expert_id`) takes such a slot of
-        another rank for one of the shared slots of this rank. What its loader does there is therefore no evidence.
-        """
-        self.slot_of_physical(physical)  # Raises out of range.
-        return physical >= self.num_global_routed
-
-    def _check_routed(self, layer: int | None, slot: int) -> None:
-        if not 0 <= slot < self.num_local_routed:
-            prefix = "" if layer is None else f"layer {layer}, "
-            note = f"; {self.num_shared} shared slots follow, which are in no map" if self.num_shared else ""
-            raise PlacementIndexError(
-                f"{prefix}storage rank {self.storage_rank}: routed slot {slot} is not in "
-                f"0..{self.num_local_routed - 1}{note}"
-            )
 
 
 def _check_map(given: npt.NDArray[np.integer], num_logical: int, ep_size: int) -> None:

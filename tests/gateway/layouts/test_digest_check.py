@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.gateway.layouts.digest_check import DigestCheck, compare_digests
+from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.records import DigestCounts
 from weightcast.transfer.digest.definition import add
 from weightcast.transfer.digest.residues import PRIME, add_runs, subtract
@@ -107,7 +107,7 @@ def compare(
     rows: list[tuple] = ROWS,
     instance: str = "rollout-0",
 ) -> DigestCounts:
-    return compare_digests(make_plan(rows), trainer, instance, held, SLOTS)
+    return DigestCheck(make_plan(rows)).compare(trainer, instance, held, SLOTS)
 
 
 def test_equal_sides_are_counted() -> None:
@@ -115,7 +115,7 @@ def test_equal_sides_are_counted() -> None:
 
 
 def test_slots_are_not_needed() -> None:
-    assert compare_digests(make_plan(ROWS), TRAINED, "rollout-0", HELD).slot_regions == 0
+    assert DigestCheck(make_plan(ROWS)).compare(TRAINED, "rollout-0", HELD).slot_regions == 0
 
 
 def test_the_trainer_is_gathered_once_for_all_instances_and_anew_for_other_reports() -> None:

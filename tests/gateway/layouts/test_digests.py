@@ -10,7 +10,7 @@ import pytest
 import torch
 from plain_support import Piece, describe_pieces
 
-from weightcast.gateway.layouts.digest_check import compare_digests
+from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.ranks import digests as gateway_digests
 from weightcast.gateway.ranks.digests import Digested, PartDigests, SharedDigests
 from weightcast.transfer.digest.digester import Digester
@@ -44,13 +44,13 @@ def test_a_sample_sees_what_is_in_its_rows(verify: str, version: int, seen: bool
     def held() -> dict[int, object]:
         return {0: PartDigests().report(parts.instance_part("a", 0), instance, version).report}
 
-    assert compare_digests(plan, sent, "a", held()).rows == 3  # type: ignore[arg-type]
+    assert DigestCheck(plan).compare(sent, "a", held()).rows == 3  # type: ignore[arg-type]
     instance.view(1)[14, 2] += 64.0  # Row 35, which is 3 modulo 16.
     if seen:
         with pytest.raises(DigestMismatchError):
-            compare_digests(plan, sent, "a", held())  # type: ignore[arg-type]
+            DigestCheck(plan).compare(sent, "a", held())  # type: ignore[arg-type]
     else:
-        compare_digests(plan, sent, "a", held())  # type: ignore[arg-type]
+        DigestCheck(plan).compare(sent, "a", held())  # type: ignore[arg-type]
 
 
 def test_without_verification_nothing_is_digested() -> None:

@@ -62,12 +62,20 @@ def all_rows(layout: RankLayout) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     return np.arange(len(table)), table.offset, table.size, table.tensors.dtype[table.tensor]
 
 
+def box_view(layout: RankLayout, row: int, offset: list[int], size: list[int]) -> torch.Tensor:
+    """The box (offset, size) of a logical tensor in region `row`."""
+    view, origin = layout.view(row), layout.table.offset[row].tolist()
+    for dim in range(view.ndim):
+        view = view.narrow(dim, offset[dim] - origin[dim], size[dim])
+    return view
+
+
 def one_by_one(
     layout: RankLayout, rows: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, dtypes: np.ndarray
 ) -> list[int]:
     found = []
     for row, offset, size, dtype in zip(rows, offsets, sizes, dtypes, strict=True):
-        view = layout.box_view(int(row), offset.tolist(), size.tolist())
+        view = box_view(layout, int(row), offset.tolist(), size.tolist())
         found.append(digest(view, offset.tolist()[: view.ndim], to_torch(NAMES[int(dtype)])))
     return found
 

@@ -44,8 +44,8 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
 def test_same_rank_pair_has_both_slots() -> None:
     placement = placement_of(ONE_PAIR)
     assert [placement.slots(0, expert) for expert in range(4)] == [(0, 5), (1,), (2,), (3, 4)]
-    assert placement.rank_slots(0, 3) == [(1, 0), (1, 1)]
-    assert placement.rank_slots(0, 0) == [(0, 0), (1, 2)]
+    assert rank_slots(placement, 0, 3) == [(1, 0), (1, 1)]
+    assert rank_slots(placement, 0, 0) == [(0, 0), (1, 2)]
     assert placement.same_rank_pairs().tolist() == [[0, 3, 1, 2]]
 
 
@@ -76,7 +76,7 @@ def test_layer_past_the_map_is_identity() -> None:
     for layer in (1, 61):
         assert [placement.logical(layer, p) for p in range(4)] == [0, 1, 2, 3]
         assert [placement.slots(layer, e) for e in range(4)] == [(0,), (1,), (2,), (3,)]
-        assert placement.rank_slots(layer, 2) == [(1, 0)]
+        assert rank_slots(placement, layer, 2) == [(1, 0)]
         assert placement.local_experts(layer, 1).tolist() == [2, 3]
     assert placement.slots(0, 0) == (3,)
 
@@ -108,15 +108,20 @@ def test_inverse_is_the_brute_force_one(placement: ExpertPlacement) -> None:
         assert [tuple(slots[start[e] : start[e + 1]]) for e in range(placement.num_logical)] == expected
 
 
+def rank_slots(placement: ExpertPlacement, layer: int, expert: int) -> list[tuple[int, int]]:
+    """(EP rank, local slot) of every slot of a logical expert."""
+    return [divmod(physical, placement.slots_per_rank) for physical in placement.slots(layer, expert)]
+
+
 @given(placements())
 def test_every_slot_is_on_one_rank_and_found_from_both_ends(placement: ExpertPlacement) -> None:
     for layer in range(placement.num_layers + 1):
         by_rank = [placement.local_experts(layer, rank).tolist() for rank in range(placement.ep_size)]
         assert [*chain(*by_rank)] == placement.global_slots(layer).tolist()
-        seen = [pair for e in range(placement.num_logical) for pair in placement.rank_slots(layer, e)]
+        seen = [pair for e in range(placement.num_logical) for pair in rank_slots(placement, layer, e)]
         assert sorted(seen) == [(r, s) for r in range(placement.ep_size) for s in range(placement.slots_per_rank)]
         for expert in range(placement.num_logical):
-            assert all(by_rank[rank][slot] == expert for rank, slot in placement.rank_slots(layer, expert))
+            assert all(by_rank[rank][slot] == expert for rank, slot in rank_slots(placement, layer, expert))
 
 
 @given(placements())
@@ -126,7 +131,7 @@ def test_same_rank_pairs_is_the_brute_force_one(placement: ExpertPlacement) -> N
         for layer in range(placement.num_layers)
         for expert in range(placement.num_logical)
         for rank in range(placement.ep_size)
-        if (count := [r for r, _ in placement.rank_slots(layer, expert)].count(rank)) > 1
+        if (count := [r for r, _ in rank_slots(placement, layer, expert)].count(rank)) > 1
     ]
     assert placement.same_rank_pairs().tolist() == expected
 
@@ -205,7 +210,7 @@ def test_equal_placements_hash_alike() -> None:
         (lambda p: p.slots(9, 4), ["layer 9", "expert 4", "0..3"]),
         (lambda p: p.slots(9, -4), ["layer 9", "expert -4", "0..3"]),
         (lambda p: p.slot_table(-2), ["layer -2", "0..1"]),
-        (lambda p: p.rank_slots(0, -1), ["layer 0", "expert -1", "0..3"]),
+        (lambda p: p.slots(0, -1), ["layer 0", "expert -1", "0..3"]),
         (lambda p: p.logical(0, 6), ["layer 0", "slot 6", "0..5"]),
         (lambda p: p.logical(1, -1), ["layer 1", "slot -1", "0..5"]),
         (lambda p: p.logical(-3, 0), ["layer -3", "0..1"]),
@@ -288,9 +293,6 @@ def test_many_different_faults_stay_one_short_line() -> None:
 def test_routed_slots_follow_the_storage_rank() -> None:
     rank = RankPlacement(placement_of(ONE_PAIR), storage_rank=1, num_local_routed=3, num_global_routed=6, num_shared=1)
     assert rank.experts(0).tolist() == [3, 3, 0]
-    assert [rank.logical_of_slot(0, slot) for slot in range(3)] == [3, 3, 0]
-    assert [rank.physical_of_slot(slot) for slot in range(3)] == [3, 4, 5]
-    assert [rank.is_shared_slot(slot) for slot in range(4)] == [False, False, False, True]
     assert rank.num_slots == 4
 
 
@@ -299,22 +301,17 @@ def test_after_a_scale_up_no_routed_slot_is_shared() -> None:
     grown = placement_of([0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 3, 3, 2, 1, 0], ep_size=4)
     joined = RankPlacement(grown, storage_rank=3, num_local_routed=2, num_global_routed=4, num_shared=1)
     assert joined.experts(1).tolist() == [1, 0]
-    assert [joined.physical_of_slot(slot) for slot in range(2)] == [6, 7]
-    assert [joined.is_shared_slot(slot) for slot in range(3)] == [False, False, True]
     old = RankPlacement(grown, storage_rank=0, num_local_routed=2, num_global_routed=4, num_shared=1)
     # SGLang's own mapping gives 4 - 4 + 2 = 2 here: the old rank's shared slot.
     assert [old.slot_of_physical(physical) for physical in range(8)] == [0, 1, *[None] * 6]
     assert [joined.slot_of_physical(physical) for physical in range(8)] == [*[None] * 6, 0, 1]
-    assert [old.is_past_start(physical) for physical in range(8)] == [False] * 4 + [True] * 4
-    assert [old.is_shared_slot(slot) for slot in range(3)] == [False, False, True]
 
 
 def test_shared_slots_are_counted_from_the_ranks_own_slots() -> None:
     """Three EP ranks at the start, so that the routed range and the rank's own slots have no number in common."""
     grown = ExpertPlacement(np.arange(24)[None] % 6, 6, ep_size=12)
     rank = RankPlacement(grown, storage_rank=11, num_local_routed=2, num_global_routed=6, num_shared=2)
-    assert [rank.is_shared_slot(slot) for slot in range(4)] == [False, False, True, True]
-    assert [rank.logical_of_slot(0, slot) for slot in range(2)] == [4, 5]
+    assert (rank.experts(0).tolist(), rank.num_slots) == ([4, 5], 4)
 
 
 @given(placements(), st.integers(0, 2))
@@ -323,23 +320,15 @@ def test_slots_of_a_rank_round_trip(placement: ExpertPlacement, num_shared: int)
     for storage_rank in range(placement.ep_size):
         rank = RankPlacement(placement, storage_rank, per_rank, placement.num_physical, num_shared)
         for slot in range(per_rank):
-            physical = rank.physical_of_slot(slot)
-            assert divmod(physical, per_rank) == (storage_rank, slot)
+            physical = storage_rank * per_rank + slot
             assert rank.slot_of_physical(physical) == slot
-            assert rank.logical_of_slot(0, slot) == placement.logical(0, physical)
+            assert rank.experts(0)[slot] == placement.logical(0, physical)
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda r: r.logical_of_slot(0, 3), ["layer 0", "routed slot 3", "0..2", "1 shared slots follow"]),
-        (lambda r: r.logical_of_slot(0, -1), ["layer 0", "routed slot -1", "0..2"]),
-        (lambda r: r.logical_of_slot(-1, 0), ["layer -1"]),
-        (lambda r: r.physical_of_slot(3), ["storage rank 1", "routed slot 3", "0..2"]),
-        (lambda r: r.is_shared_slot(4), ["storage rank 1", "slot 4", "0..3"]),
-        (lambda r: r.is_shared_slot(-1), ["storage rank 1", "slot -1", "0..3"]),
         (lambda r: r.slot_of_physical(6), ["physical slot 6", "0..5"]),
-        (lambda r: r.is_past_start(-1), ["physical slot -1", "0..5"]),
     ],
 )
 def test_slots_out_of_range_are_refused(call: Callable[[RankPlacement], object], words: list[str]) -> None:
