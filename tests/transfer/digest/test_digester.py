@@ -313,7 +313,7 @@ def test_threads_share_pieces(threads: int, monkeypatch: pytest.MonkeyPatch) -> 
 @needs_numba
 def test_what_cannot_be_compiled_is_left_to_torch() -> None:
     """The loops are looked for anew in a process in which numba compiles nothing."""
-    program = "from weightcast.transfer import digest_scan; print(digest_scan._loops())"
+    program = "from weightcast.transfer.digest import cpu_scan; print(cpu_scan._loops())"
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "None"
