@@ -1,4 +1,4 @@
-"""The demo's iteration when trainer and engines share their devices: the memory dance around each version."""
+"""The demo's iteration when trainer and engines share their devices: the colocated cycle around each version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from weightcast.demo.training import FsdpTraining, Training
-from weightcast.gateway.colocated.cycle import MemoryDance, StepReport
+from weightcast.gateway.colocated.cycle import ColocatedCycle, StepReport
 from weightcast.gateway.colocated.engine_memory import SGLangMemory
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from weightcast.transfer.protocols import Source
 
-__all__ = ["DemoHooks", "StoredWeights", "describe_step", "make_dance"]
+__all__ = ["DemoHooks", "StoredWeights", "describe_step", "make_cycle"]
 
 
 class StoredWeights:
@@ -113,8 +113,8 @@ class DemoHooks:
             self._weights.offload()
 
 
-def make_dance(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline: float) -> MemoryDance:
-    """One rank's dance with the engines at these URLs; rank 0 speaks to them."""
+def make_cycle(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline: float) -> ColocatedCycle:
+    """One rank's cycle with the engines at these URLs; rank 0 speaks to them."""
     import torch.distributed as dist
 
     def agree(failure: str) -> str:
@@ -123,7 +123,7 @@ def make_dance(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline
         return "; ".join(dict.fromkeys(text for text in failures if text))
 
     memories = [SGLangMemory(name, url, timeout=deadline) for name, url in engines.items()]
-    return MemoryDance(memories, hooks, leads=rank == 0, agree=agree)
+    return ColocatedCycle(memories, hooks, leads=rank == 0, agree=agree)
 
 
 def describe_step(step: StepReport) -> str:

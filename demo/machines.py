@@ -15,7 +15,7 @@ from typing import Protocol
 from weightcast.cluster.processes import free_port
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.processes import Server, ServerProcess, start_gateway
-from weightcast.demo.trainer import Place, train
+from weightcast.demo.trainer import RankPlace, train
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["LocalMachines", "Machines", "Trainers"]
@@ -113,7 +113,9 @@ def _trainers(config: DemoConfig, model: Path, url: str) -> Iterator[_TrainerPro
     pipes = [context.Pipe() for _ in range(config.trainers)]
     processes = [
         context.Process(
-            target=train, args=(Place(rank, _HOST, f"{_HOST}:{port}"), config, model, url, pipes[rank][1]), daemon=True
+            target=train,
+            args=(RankPlace(rank, _HOST, f"{_HOST}:{port}"), config, model, url, pipes[rank][1]),
+            daemon=True,
         )
         for rank in range(config.trainers)
     ]

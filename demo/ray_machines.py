@@ -13,7 +13,7 @@ from weightcast.cluster.ray_actors import EngineActor, Launch, RankActor, spawn
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.machines import Trainers
 from weightcast.demo.processes import Server, server_command, server_environment
-from weightcast.demo.trainer import Place
+from weightcast.demo.trainer import RankPlace
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.server.ray_actor import start_gateway, worker_token
 from weightcast.transfer.errors import EngineError
@@ -71,7 +71,7 @@ class RayMachines:
         addresses = ray.get([actor.address.remote() for actor in actors])
         rendezvous = f"{addresses[0]}:{ray.get(actors[0].free_port.remote())}"
         for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
-            location = Place(rank, address, rendezvous)
+            location = RankPlace(rank, address, rendezvous)
             ray.get(actor.begin.remote("weightcast.demo.trainer:train", location, self._config, self._model, url))
         return _RayTrainers(actors, self._config.deadline)
 

@@ -92,7 +92,7 @@ def _model(config: DemoConfig, say: Say) -> Path:
 
 
 def _create_pair(config: DemoConfig, url: str, token: str, servers: list[Server]) -> None:
-    hold = config.share is not None  # the memory dance lets them go on
+    hold = config.share is not None  # the colocated cycle lets them go on
     instances = {
         s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size, "hold": hold} for s in servers
     }

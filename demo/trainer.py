@@ -12,19 +12,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from weightcast.demo.colocated import DemoHooks, StoredWeights, make_dance
+from weightcast.demo.colocated import DemoHooks, StoredWeights, make_cycle
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.model import PARTS, prompt_ids, text_batches
 from weightcast.demo.reference import ReferenceModel
 from weightcast.demo.training import make_training
-from weightcast.gateway.colocated.cycle import MemoryDance, StepReport
+from weightcast.gateway.colocated.cycle import ColocatedCycle, StepReport
 from weightcast.gateway.control.engines import one_line
 from weightcast.transfer.errors import UpdateError, WeightcastError
 
 if TYPE_CHECKING:
     from weightcast.gateway.ranks.trainer import UpdateResult
 
-__all__ = ["Pipe", "Place", "Reference", "train"]
+__all__ = ["Pipe", "RankPlace", "Reference", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class Reference:
     `trainer_loss` and `reference_loss` are those of the trainer's own forward pass and of the model that made the
     tokens, on the same text. `result` is the gateway's record of the update for each instance; empty for version 0,
     the checkpoint. `moved` has for each instance the bytes that all trainer ranks sent to it, and those that they
-    exported to it. `steps` are those of the memory dance, where there is one. `away` is the number of bytes of weights
-    that no trainer rank has in memory while the engines generate.
+    exported to it. `steps` are those of the colocated cycle, where there is one. `away` is the number of bytes of
+    weights that no trainer rank has in memory while the engines generate.
     """
 
     version: int
@@ -50,7 +50,7 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """The place of a trainer rank: its number, its address, and HOST:PORT where rank 0 brings all together."""
 
     rank: int
@@ -68,11 +68,11 @@ class Pipe(Protocol):
         """Waits for a message of the other end."""
 
 
-def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -> None:
+def train(place: RankPlace, config: DemoConfig, model: Path, url: str, pipe: Pipe) -> None:
     """Body of a trainer process. Rank 0 sends a Reference a version, and answers tokens with log-probabilities.
 
     All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
-    stand still. With `config.share` rank 0 is first told where the engines are, which take part in the memory dance.
+    stand still. With `config.share` rank 0 is first told where the engines are, which take part in the colocated cycle.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     rank = place.rank
@@ -109,7 +109,7 @@ def train(place: Place, config: DemoConfig, model: Path, url: str, pipe: Pipe) -
             dist.destroy_process_group()
 
 
-def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -> None:
+def _run(place: RankPlace, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -> None:
     """Runs version after version; the checkpoint is version 0."""
     rank = place.rank
     import torch
@@ -151,14 +151,14 @@ def _run(place: Place, config: DemoConfig, folder: Path, url: str, pipe: Pipe) -
     weights = StoredWeights(training.source, config.work / f"weights-{rank}.pt") if config.share == "staged" else None
     optimizer_file = config.work / f"optimizer-{rank}.pt"
     hooks = DemoHooks(training, batch, config.steps, update, look, optimizer_file, weights)
-    dance: MemoryDance | None = None
+    cycle: ColocatedCycle | None = None
     if config.share is not None:
         engines = pipe.recv() if rank == 0 else dict.fromkeys((s.name for s in config.servers), url)
-        dance = make_dance(hooks, engines, rank, config.deadline)
+        cycle = make_cycle(hooks, engines, rank, config.deadline)
     for version in range(config.versions + 1):
         steps: list[StepReport] = []
-        if version > 0 and dance is not None:
-            steps = dance.run(version)
+        if version > 0 and cycle is not None:
+            steps = cycle.run(version)
         else:
             if version > 0:
                 hooks.train(version)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Cut", "Run", "mesh_runs", "possible_runs", "total"]
+__all__ = ["Cut", "IndexRun", "mesh_runs", "possible_runs", "total"]
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Global indices start..stop-1 of a dimension."""
 
     start: int
@@ -31,10 +31,10 @@ class Cut(NamedTuple):
     split: int = 1
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[IndexRun, ...]
 
 
-def total(runs: Sequence[Run]) -> int:
+def total(runs: Sequence[IndexRun]) -> int:
     """Number of indices in the runs."""
     return sum(run.stop - run.start for run in runs)
 
@@ -43,9 +43,9 @@ def mesh_runs(size: int, cuts: Sequence[Cut]) -> Runs:
     """The runs that remain of 0..size-1 when the cuts are made in this order. Empty for a rank that holds nothing.
 
     >>> mesh_runs(12, [Cut(2, 0, split=3), Cut(2, 0)])
-    (Run(start=0, stop=2), Run(start=4, stop=5))
+    (IndexRun(start=0, stop=2), IndexRun(start=4, stop=5))
     """
-    runs: Runs = (Run(0, size),) if size else ()
+    runs: Runs = (IndexRun(0, size),) if size else ()
     for cut in cuts:
         piece = _ceil(total(runs), cut.split)
         chunks = [_chunk(_slice(runs, piece * j, piece * (j + 1)), cut) for j in range(cut.split)]
@@ -92,22 +92,22 @@ def _chunk(runs: Runs, cut: Cut) -> Runs:
     return _slice(runs, length * cut.place, length * (cut.place + 1))
 
 
-def _slice(runs: Sequence[Run], begin: int, end: int) -> Runs:
+def _slice(runs: Sequence[IndexRun], begin: int, end: int) -> Runs:
     """Positions begin..end-1 of the concatenated runs."""
     pieces, position = [], 0
     for start, stop in runs:
         low, high = max(begin - position, 0), min(end - position, stop - start)
         if low < high:
-            pieces.append(Run(start + low, start + high))
+            pieces.append(IndexRun(start + low, start + high))
         position += stop - start
     return tuple(pieces)
 
 
-def _join(runs: Iterable[Run]) -> Runs:
-    joined: list[Run] = []
+def _join(runs: Iterable[IndexRun]) -> Runs:
+    joined: list[IndexRun] = []
     for run in runs:
         if joined and joined[-1].stop == run.start:
-            joined[-1] = Run(joined[-1].start, run.stop)
+            joined[-1] = IndexRun(joined[-1].start, run.stop)
         else:
             joined.append(run)
     return tuple(joined)

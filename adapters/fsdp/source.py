@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightcast.adapters.fsdp.lora import Adapted, LoraMode, inner_model, split_adapters
-from weightcast.adapters.fsdp.mesh import Cut, Run, possible_runs, total
+from weightcast.adapters.fsdp.mesh import Cut, IndexRun, possible_runs, total
 from weightcast.adapters.fsdp.transformers_names import (
     NEW_DIM,
     NameMap,
@@ -41,7 +41,7 @@ class _Shard(NamedTuple):
     """The local part of one parameter: the runs of global indices per dimension, and the memory in that order."""
 
     local: torch.Tensor
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[IndexRun, ...], ...]
 
 
 class FsdpSource:
@@ -127,7 +127,7 @@ def _regions(part: Part, shard: _Shard) -> Iterator[tuple[tuple[int, ...], torch
         yield tuple(offset), local.as_strided(size, stride, first_element)
 
 
-def _meet(runs: Sequence[Run], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+def _meet(runs: Sequence[IndexRun], low: int, high: int) -> Iterator[tuple[int, int, int]]:
     """The runs inside low..high-1, each as (first index, end, local position of the first index)."""
     position = 0
     for start, stop in runs:
@@ -142,7 +142,7 @@ def _local_shard(name: str, tensor: torch.Tensor) -> _Shard | None:
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):
-        return _Shard(_plain(name, tensor), tuple((Run(0, n),) if n else () for n in tensor.shape))
+        return _Shard(_plain(name, tensor), tuple((IndexRun(0, n),) if n else () for n in tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -172,7 +172,7 @@ def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
     return cuts
 
 
-def _runs_of_dim(name: str, tensor: Any, dim: int, cuts: list[Cut], local: torch.Tensor) -> tuple[Run, ...]:
+def _runs_of_dim(name: str, tensor: Any, dim: int, cuts: list[Cut], local: torch.Tensor) -> tuple[IndexRun, ...]:
     size = int(tensor.shape[dim])
     readings = possible_runs(size, cuts)
     matches = [runs for runs in readings if total(runs) == local.shape[dim]]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Fusion", "Rows", "Sizes", "fused_rows", "overlap"]
+__all__ = ["FusedRows", "Fusion", "Sizes", "fused_rows", "overlap"]
 
 
 class Fusion(Enum):
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     vocab_size: int
 
 
-class Rows(NamedTuple):
+class FusedRows(NamedTuple):
     """Rows start..start+length-1 of the Megatron tensor are rows offset..offset+length-1 of `total` of part `part`."""
 
     start: int
@@ -41,28 +41,28 @@ class Rows(NamedTuple):
     total: int
 
 
-def fused_rows(fusion: Fusion, rows: int, sizes: Sizes) -> tuple[Rows, ...]:
+def fused_rows(fusion: Fusion, rows: int, sizes: Sizes) -> tuple[FusedRows, ...]:
     """The runs that a Megatron tensor of `rows` rows consists of; rows in no run are padding.
 
     Raises ValueError with the expected number when a tensor with this fusion cannot have that many rows.
     """
     match fusion:
         case Fusion.WHOLE:
-            return (Rows(0, rows, 0, 0, rows),)
+            return (FusedRows(0, rows, 0, 0, rows),)
         case Fusion.VOCABULARY:
             if rows < sizes.vocab_size:
                 raise ValueError(f"at least the {sizes.vocab_size} rows of vocab_size=")
-            return (Rows(0, sizes.vocab_size, 0, 0, sizes.vocab_size),)
+            return (FusedRows(0, sizes.vocab_size, 0, 0, sizes.vocab_size),)
         case Fusion.GATE_UP:
             if rows % 2:
                 raise ValueError("an even number of rows, gate and up")
             half = rows // 2
-            return (Rows(0, half, 0, 0, half), Rows(half, half, 1, 0, half))
+            return (FusedRows(0, half, 0, 0, half), FusedRows(half, half, 1, 0, half))
         case Fusion.QKV:
             return tuple(_query_groups(rows, sizes))
 
 
-def _query_groups(rows: int, sizes: Sizes) -> Iterator[Rows]:
+def _query_groups(rows: int, sizes: Sizes) -> Iterator[FusedRows]:
     heads, groups, dim = sizes.heads, sizes.query_groups, sizes.head_dim
     expected = (heads + 2 * groups) * dim
     if rows != expected or heads % groups:
@@ -71,11 +71,11 @@ def _query_groups(rows: int, sizes: Sizes) -> Iterator[Rows]:
     start = 0
     for group in range(groups):
         for part, length, total in ((0, queries, heads * dim), (1, dim, groups * dim), (2, dim, groups * dim)):
-            yield Rows(start, length, part, group * length, total)
+            yield FusedRows(start, length, part, group * length, total)
             start += length
 
 
-def overlap(runs: Sequence[Rows], start: int, length: int) -> Iterator[Rows]:
+def overlap(runs: Sequence[FusedRows], start: int, length: int) -> Iterator[FusedRows]:
     """The runs cut to rows start..start+length-1 of the Megatron tensor; `start` stays a row of that tensor."""
     for run in runs:
         low, high = max(run.start, start), min(run.start + run.length, start + length)

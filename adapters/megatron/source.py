@@ -13,7 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from weightcast.adapters.megatron.names import FAMILIES, MTP_SHARED, Rule, Table
-from weightcast.adapters.megatron.rows import Fusion, Rows, Sizes, fused_rows, overlap
+from weightcast.adapters.megatron.rows import FusedRows, Fusion, Sizes, fused_rows, overlap
 from weightcast.adapters.megatron.shards import LiveMemory, Shard, refused, shards, unwrapped
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
@@ -104,7 +104,7 @@ class MegatronSource:
             raise refused(shard.name, f"{key!r} is {kind} in this model and {expected} in family {self._family!r}")
         return rule, layer
 
-    def _runs(self, rule: Rule, shard: Shard, config: Any) -> tuple[Rows, ...]:
+    def _runs(self, rule: Rule, shard: Shard, config: Any) -> tuple[FusedRows, ...]:
         sizes = Sizes(config.num_attention_heads, config.num_query_groups, config.kv_channels, self._vocab_size)
         try:
             return _fused_rows(rule.fusion, shard.shape[0], sizes)

@@ -41,7 +41,7 @@ from weightcast.transfer.errors import DescribeError, InputError, PairStateError
 if TYPE_CHECKING:
     from weightcast.adapters.sglang.caches import Prefixes
     from weightcast.adapters.sglang.sink import SglangSink
-    from weightcast.gateway.ranks.instance import InstanceWorker, Memory
+    from weightcast.gateway.ranks.instance import InstanceWorker, MemoryRecord
     from weightcast.transfer.layout.memory import RankLayout
     from weightcast.transfer.layout.placement import RankPlacement
 
@@ -179,7 +179,7 @@ class _Session:
         self.member: _Member | None = None
         self.earlier: list[_Member] = []
         self.calls: deque[str] = deque(maxlen=100)
-        self.memory: Memory | None = None  # of this process
+        self.memory: MemoryRecord | None = None  # of this process
         self._prefixes: Prefixes | None = None
 
     @property

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from weightcast.adapters.tracing.derived import Refresh
-    from weightcast.adapters.tracing.snapshot import Bound, Snapshot
+    from weightcast.adapters.tracing.snapshot import Binding, Snapshot
 
 __all__ = ["SglangSink", "refuse_guarded"]
 
@@ -152,7 +152,7 @@ class SglangSink:
         modules = self._model.named_modules()
         methods = [(f"{path}.quant_method", m.quant_method) for path, m in modules if _has_method(m)]
         with Snapshot(self._model, methods) as snapshot:
-            bindings: list[Bound] = []
+            bindings: list[Binding] = []
 
             def end() -> None:
                 _refuse_surgery(snapshot)

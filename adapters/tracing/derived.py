@@ -20,12 +20,12 @@ from weightcast.adapters.tracing.replay import (
     NotReplayableError,
     Operand,
     Recipe,
-    Step,
+    RecordedStep,
     check_order,
     copy_step,
     operand_of,
 )
-from weightcast.adapters.tracing.snapshot import Bound, Snapshot
+from weightcast.adapters.tracing.snapshot import Binding, Snapshot
 from weightcast.adapters.tracing.trace import Trace
 from weightcast.transfer.errors import DescribeError, StalePlanError
 
@@ -54,7 +54,7 @@ class Refresh:
     recomputed: tuple[str, ...]
     recipe: Recipe
     places: tuple[_Place, ...]
-    missing: tuple[Bound, ...]
+    missing: tuple[Binding, ...]
 
     def run(self) -> None:
         """Recomputes tensors in place. Raises StalePlanError where one has moved since it was described."""
@@ -74,8 +74,8 @@ class Refresh:
 def find_derived(
     trace: Trace,
     parameters: Mapping[str, torch.Tensor],
-    loaded: Sequence[Bound],
-    ended: Sequence[Bound],
+    loaded: Sequence[Binding],
+    ended: Sequence[Binding],
     snapshot: Snapshot,
 ) -> Refresh:
     """Sorts all tensors beside `parameters` that the trace writes or binds.
@@ -97,8 +97,8 @@ class _Search:
         self,
         trace: Trace,
         parameters: Mapping[str, torch.Tensor],
-        loaded: Sequence[Bound],
-        ended: Sequence[Bound],
+        loaded: Sequence[Binding],
+        ended: Sequence[Binding],
         snapshot: Snapshot,
     ) -> None:
         self._loaded, self._ended = loaded, ended
@@ -128,7 +128,7 @@ class _Search:
         self._rewritten: set[str] = set()
         self._wanted: dict[int, str] = {}
         self._places: list[_Place] = []
-        self._bound: list[Bound] = []
+        self._bound: list[Binding] = []
 
     def find_written(self) -> None:
         """Sorts memory from before the trace that was written: rewritten by the engine, or to be recomputed."""
@@ -159,7 +159,7 @@ class _Search:
             else:
                 self._want(b, name)
 
-    def _want(self, b: Bound, name: str) -> None:
+    def _want(self, b: Binding, name: str) -> None:
         is_made = storage_id(b.after) in self._results or storage_id(b.after) in self._tape.logical
         if b.before is not None:
             if not is_made:
@@ -184,7 +184,7 @@ class _Search:
             raise DescribeError(f"tensor {name!r}: the end of an update session computes only a part of it anew")
         return True
 
-    def _check_end(self, storage: int, name: str) -> list[Step]:
+    def _check_end(self, storage: int, name: str) -> list[RecordedStep]:
         """The steps at the session's end behind a storage. Raises DescribeError where they begin with old values."""
         steps = self._tape.behind({storage}, self._at_end)
         try:
@@ -230,11 +230,11 @@ class _Search:
                 raise DescribeError(f"tensor {name!r} {why}; it would be left at its old version") from why
 
 
-def _is_unmoved(b: Bound) -> bool:
+def _is_unmoved(b: Binding) -> bool:
     return b.before is not None and same_memory(b.before, b.after)
 
 
-def _by_storage(steps: Sequence[Step]) -> dict[int, list[Operand]]:
+def _by_storage(steps: Sequence[RecordedStep]) -> dict[int, list[Operand]]:
     """The operands that steps write in place, by storage."""
     writes: dict[int, list[Operand]] = {}
     for step in steps:

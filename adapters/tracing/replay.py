@@ -19,7 +19,7 @@ __all__ = [
     "NotReplayableError",
     "Operand",
     "Recipe",
-    "Step",
+    "RecordedStep",
     "Tape",
     "check_order",
     "copy_step",
@@ -67,7 +67,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """One operator with its arguments, operands in place of tensors.
 
     `written` are the operands that it changes. `results` are those that it makes, one for each tensor that it returns,
@@ -105,7 +105,7 @@ class Tape:
     `loaded` is the number of steps of the loader; later steps belong to the end of an update session.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RecordedStep] = field(default_factory=list)
     logical: dict[int, str] = field(default_factory=dict)
     loaded: int = 0
 
@@ -128,7 +128,7 @@ class Tape:
                 operands[id(t)] = _operand(t, is_live(t))
             return operands[id(t)]
 
-        step = Step(
+        step = RecordedStep(
             operator,
             tuple(_map(args, torch.Tensor, operand)),
             {name: _map(value, torch.Tensor, operand) for name, value in kwargs.items()},
@@ -138,7 +138,7 @@ class Tape:
         )
         self.steps.append(step)
 
-    def behind(self, storages: Iterable[int], steps: Sequence[Step]) -> list[Step]:
+    def behind(self, storages: Iterable[int], steps: Sequence[RecordedStep]) -> list[RecordedStep]:
         """The part of `steps`, in order, that the final content of some storages depends on."""
         needs, dependencies = set(storages), []
         for step in reversed(steps):
@@ -151,7 +151,9 @@ class Tape:
             needs |= {r.storage for r in step.reads()}
         return dependencies[::-1]
 
-    def recipe(self, storages: frozenset[int], last_write: Mapping[int, int], changed: frozenset[int]) -> list[Step]:
+    def recipe(
+        self, storages: frozenset[int], last_write: Mapping[int, int], changed: frozenset[int]
+    ) -> list[RecordedStep]:
         """The loader's steps behind some storages. Raises NotReplayableError where they cannot be run again.
 
         `last_write` has the order of the last write into each storage of parameters. `changed` are other storages from
@@ -173,7 +175,7 @@ class Tape:
         return steps
 
 
-def check_order(steps: Sequence[Step], last_write: Mapping[int, int], changed: frozenset[int]) -> None:
+def check_order(steps: Sequence[RecordedStep], last_write: Mapping[int, int], changed: frozenset[int]) -> None:
     """Checks that steps read parameters after their last write, and changed memory after they wrote it themselves.
 
     Raises NotReplayableError otherwise.
@@ -192,7 +194,7 @@ def check_order(steps: Sequence[Step], last_write: Mapping[int, int], changed: f
 class Recipe:
     """Steps that recompute tensors in place, and those of their results that are bound to something afterwards."""
 
-    def __init__(self, steps: Sequence[Step], results: Sequence[Operand] = ()) -> None:
+    def __init__(self, steps: Sequence[RecordedStep], results: Sequence[Operand] = ()) -> None:
         self._steps, self._results = tuple(steps), tuple(results)
         needs = {r.storage for r in results}
         self._done: list[set[int]] = [set() for _ in self._steps]
@@ -235,10 +237,10 @@ class Recipe:
             return [tensor(operand) for operand in self._results]
 
 
-def copy_step(source: Operand, target: torch.Tensor) -> Step:
+def copy_step(source: Operand, target: torch.Tensor) -> RecordedStep:
     """The step that copies an output of other steps into memory that is there."""
     destination = _operand(target, live=True)
-    return Step(aten.copy_.default, (destination, source), {}, (destination,), (None,), 0)
+    return RecordedStep(aten.copy_.default, (destination, source), {}, (destination,), (None,), 0)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -285,7 +287,7 @@ def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _is_deterministic(step: Step) -> bool:
+def _is_deterministic(step: RecordedStep) -> bool:
     tags = step.operator.tags
     if torch.Tag.nondeterministic_seeded in tags:
         return False

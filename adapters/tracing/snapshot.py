@@ -20,12 +20,12 @@ import torch
 from weightcast.adapters.tracing.provenance import storage_id
 from weightcast.transfer.errors import DescribeError
 
-__all__ = ["Bound", "Snapshot"]
+__all__ = ["Binding", "Snapshot"]
 
 _CONTAINERS = (dict, OrderedDict, list, set)
 
 
-class Bound(NamedTuple):
+class Binding(NamedTuple):
     """A tensor that a module holds as a buffer or attribute where it held another one before, or none."""
 
     module: torch.nn.Module
@@ -95,7 +95,7 @@ class Snapshot:
                 f"could not be put back ({len(damage)} such changes)"
             ) from error
 
-    def rebound(self) -> list[Bound]:
+    def rebound(self) -> list[Binding]:
         """Buffers and attributes of modules that hold another tensor than before; without those that hold none now."""
         bindings = []
         for path, module in self._modules.items():
@@ -107,7 +107,7 @@ class Snapshot:
                     original = content.get(key)
                     if isinstance(value, torch.Tensor) and value is not original:
                         bindings.append(
-                            Bound(module, key, original if isinstance(original, torch.Tensor) else None, value)
+                            Binding(module, key, original if isinstance(original, torch.Tensor) else None, value)
                         )
         return bindings
 

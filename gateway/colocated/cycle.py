@@ -1,7 +1,7 @@
-"""The memory dance of colocated RL: trainer and engines take turns on the same devices, one call an iteration.
+"""The cycle of colocated RL: trainer and engines take turns on the same devices, one call an iteration.
 
-    dance = MemoryDance([SGLangMemory("rollout-0", url)], hooks)
-    steps = dance.run(version)          # pause, release, train, ..., transfer, ..., continue
+    cycle = ColocatedCycle([SGLangMemory("rollout-0", url)], hooks)
+    steps = cycle.run(version)          # pause, release, train, ..., transfer, ..., continue
 
 The engine gives up its KV cache and weights by its own API while the trainer trains. Then the trainer frees what it
 does not need, and the engine takes its weights back and is updated. At last the trainer makes room, and the engine
@@ -25,7 +25,7 @@ from typing import Protocol
 from weightcast.gateway.colocated.engine_memory import EngineMemory, UncertainError
 from weightcast.transfer.errors import InputError, PairStateError, UpdateError
 
-__all__ = ["ORDER", "MemoryDance", "MemoryUse", "StepReport", "TrainerHooks", "check_order"]
+__all__ = ["ORDER", "ColocatedCycle", "MemoryUse", "StepReport", "TrainerHooks", "check_order"]
 
 ORDER = (
     "pause", "release kv_cache", "release weights", "train", "free",
@@ -91,10 +91,10 @@ class StepReport:
     seconds: float
 
 
-class MemoryDance:
+class ColocatedCycle:
     """One iteration of colocated training at a time.
 
-    With several trainer ranks every rank has a dance and calls `run` alike. The one with `leads` speaks to the engines.
+    With several trainer ranks every rank has a cycle and calls `run` alike. The one with `leads` speaks to the engines.
     After each step `agree` gets what failed on this rank ("" for nothing), and returns what failed anywhere. `report`
     gets each step as it ends.
     """
@@ -121,7 +121,7 @@ class MemoryDance:
 
     @property
     def state(self) -> str:
-        """State of the dance in one line."""
+        """State of the cycle in one line."""
         if self._version is None:
             return "at rest: the engines generate"
         phrases = [f"{name} without {' and '.join(sorted(tags))}" for name, tags in self.released.items() if tags]
@@ -162,7 +162,7 @@ class MemoryDance:
         failures = self._agree(failure)
         if failures:
             raise UpdateError(
-                f"memory dance: {step!r} failed: {failures}; {self.state}; run it again to go on"
+                f"colocated cycle: {step!r} failed: {failures}; {self.state}; run it again to go on"
             ) from cause
         if step.split()[0] in _ENGINE_STEPS:
             for engine in self._engines:
@@ -231,6 +231,6 @@ def check_order(order: Sequence[str]) -> None:
         elif verb == "transfer" and "weights" in released_tags:
             fault = "comes while weights are released"
         if fault:
-            raise InputError(f"memory dance: step {index + 1}, {step!r}, {fault}")
+            raise InputError(f"colocated cycle: step {index + 1}, {step!r}, {fault}")
     if not order or order[-1] != "continue":
-        raise InputError("memory dance: the last step has to be 'continue', so that the engines go on")
+        raise InputError("colocated cycle: the last step has to be 'continue', so that the engines go on")

@@ -38,7 +38,7 @@ class SGLangMemory:
     """Memory of an SGLang engine, by its HTTP API (0.5.23, `srt/entrypoints/http_server.py`).
 
     SGLang ends its scheduler when it is asked to release while it generates, or to resume what it has not released. So
-    it is paused first, in a mode that empties its batch, and MemoryDance asks for nothing twice.
+    it is paused first, in a mode that empties its batch, and ColocatedCycle asks for nothing twice.
     """
 
     def __init__(

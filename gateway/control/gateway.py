@@ -14,7 +14,7 @@ from weightcast.gateway.control.instance import Instance
 from weightcast.gateway.control.metrics import Metrics
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.control.store import Store
-from weightcast.gateway.control.waiting import Side
+from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Standing
 from weightcast.gateway.records import EngineSpec, PairSpec
 from weightcast.transfer.errors import AbsentError, ControlError, InputError
@@ -167,7 +167,7 @@ class Gateway:
             now = time.monotonic()
             delay, last_time = now - last_time - LISTEN_SECONDS, now
             for pair in self.pairs.values():
-                sides: tuple[Side, ...] = (pair, *pair.present)
+                sides: tuple[Party, ...] = (pair, *pair.present)
                 for side in sides:
                     if delay > LISTEN_SECONDS:  # nobody can have been heard while this process stood still
                         side.heard.update((rank, beat + delay) for rank, beat in tuple(side.heard.items()))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from weightcast.gateway.control.engines import make_driver
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance, check_version
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Journal, Side
+from weightcast.gateway.control.waiting import Journal, Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
@@ -73,7 +73,7 @@ class Holding(NamedTuple):
         return ""
 
 
-class Instance(Side):
+class Instance(Party):
     """Run-time state of one instance.
 
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such

@@ -20,7 +20,7 @@ from weightcast.gateway.control.instance import RESTARTED, Instance, absent, che
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase
 from weightcast.gateway.control.sent import Sent
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Journal, Side
+from weightcast.gateway.control.waiting import Journal, Party
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
 from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, UpdateRecord
@@ -57,7 +57,7 @@ Updated = Callable[[str, str, UpdateRecord], None]
 def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
 
 
-class Pair(Side):
+class Pair(Party):
     """Everything the gateway knows of one pair, with the waits on it.
 
     `busy` is held by a connect or an update: one at a time. `incarnations` are the trainer's processes. `acting` is the
@@ -230,7 +230,7 @@ class Pair(Side):
             self.notify()
 
     def listen(self, now: float) -> bool:
-        """Listens like `Side.listen`, and ends what is under way when a trainer rank is missing.
+        """Listens like `Party.listen`, and ends what is under way when a trainer rank is missing.
 
         All instances need all trainer ranks.
         """

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from weightcast.transfer.errors import DeadlineError
 
-__all__ = ["Changes", "Journal", "Side"]
+__all__ = ["Changes", "Journal", "Party"]
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def _wake(woken: asyncio.Future[bool], changed: bool) -> None:
         woken.set_result(changed)
 
 
-class Side(Changes):
+class Party(Changes):
     """The trainer or an instance: its ranks beat, and those that have stopped are known.
 
     `heard` has the time (`time.monotonic`) at which each rank was last heard from. `silent` are the ranks that were not

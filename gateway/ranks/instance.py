@@ -42,13 +42,13 @@ from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.protocols import Settles, Sink
 
-__all__ = ["InstanceWorker", "Memory"]
+__all__ = ["InstanceWorker", "MemoryRecord"]
 
 log = logging.getLogger("weightcast.worker")
 
 
 @dataclass(slots=True)
-class Memory:
+class MemoryRecord:
     """Record of a process about the memory of its rank. It lasts as long as that memory: longer than workers, pairs and
     gateways.
 
@@ -89,10 +89,10 @@ class InstanceWorker:
         backend: str = "tcp",
         address: str = "127.0.0.1",
         deadline: float | None = None,
-        memory: Memory | None = None,
+        memory: MemoryRecord | None = None,
     ) -> None:
         self._url, self._token = url, token
-        self.memory = memory or Memory()
+        self.memory = memory or MemoryRecord()
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage, identity=self.memory.identity)
         self._heartbeat: Heartbeat | None = None

@@ -19,7 +19,7 @@ from weightcast.gateway.server.openapi import add_document, document_of
 from weightcast.gateway.server.rank_routes import add_rank_routes
 from weightcast.gateway.server.requests import refusal
 from weightcast.gateway.server.routes import add_routes
-from weightcast.gateway.server.routing import Route, Routes, RouteTable
+from weightcast.gateway.server.routing import Route, RouteBuilder, RouteTable
 from weightcast.gateway.server.tokens import Access, Throttle, Tokens, make_token
 
 __all__ = ["Application", "make_app", "make_token"]
@@ -29,7 +29,7 @@ class Application:
     """ASGI application of a gateway. One of `tokens` is wanted as `Authorization: Bearer TOKEN` on every route."""
 
     def __init__(self, gateway: Gateway, tokens: Tokens) -> None:
-        routes = Routes(gateway)
+        routes = RouteBuilder(gateway)
         for add in (add_rank_routes, add_routes, add_document):
             add(routes)
         self.routes = routes.added

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from weightcast import __version__
 from weightcast.gateway.incarnations import HEADER
 from weightcast.gateway.server.requests import Reply, Request, json_reply
-from weightcast.gateway.server.routing import WAIT, Route, Routes, Speaker
+from weightcast.gateway.server.routing import WAIT, Route, RouteBuilder, Speaker
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -28,7 +28,7 @@ _NUMBERS = {"rank", "epoch", "version"}
 _INCARNATION = f"header {HEADER} says which incarnation a trainer rank is: RANK/GENERATION/BOOT/START as registered"
 
 
-def add_document(routes: Routes) -> None:
+def add_document(routes: RouteBuilder) -> None:
     """Adds the route that serves the document. It tells of itself as well."""
     encoded: list[Reply] = []
 

@@ -1,4 +1,4 @@
-"""Routes for ranks. Their scope is "worker".
+"""RouteBuilder for ranks. Their scope is "worker".
 
 In every update each inference rank asks a few times, each trainer rank once for each instance and a few times for all.
 """
@@ -20,7 +20,7 @@ from weightcast.gateway.server.bodies import (
     RendezvousBody,
 )
 from weightcast.gateway.server.requests import NOTHING, Reply, Request, decoded, json_reply
-from weightcast.gateway.server.routing import KNOWN, WAIT, Query, Routes, Speaker
+from weightcast.gateway.server.routing import KNOWN, WAIT, Query, RouteBuilder, Speaker
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer import errors
 from weightcast.transfer.errors import ControlError, PairStateError
@@ -56,7 +56,7 @@ _REGISTRATION = (
 )
 
 
-def add_rank_routes(routes: Routes) -> None:
+def add_rank_routes(routes: RouteBuilder) -> None:
     """Adds all of them."""
     _add_orders(routes)
     _add_update(routes)
@@ -64,7 +64,7 @@ def add_rank_routes(routes: Routes) -> None:
     _add_trainer(routes)
 
 
-def _add_orders(routes: Routes) -> None:
+def _add_orders(routes: RouteBuilder) -> None:
     """Orders for all ranks, and their signs of life."""
 
     @routes.add("GET", "/pairs/{name}/orders", Access.WORKER, Speaker.TRAINER, _POLL)
@@ -98,7 +98,7 @@ def _add_orders(routes: Routes) -> None:
         return json_reply({"running": instance.running})
 
 
-def _add_update(routes: Routes) -> None:
+def _add_update(routes: RouteBuilder) -> None:
     """Steps of every rank in every update of an instance."""
 
     @routes.add("POST", _EPOCH + "/ranks/{rank}/ready", Access.WORKER, Speaker.INSTANCE, [WAIT], ReadyBody)
@@ -152,7 +152,7 @@ def _add_update(routes: Routes) -> None:
         return json_reply({})
 
 
-def _add_connect(routes: Routes) -> None:
+def _add_connect(routes: RouteBuilder) -> None:
     """Steps of the members of an instance's communicator, once an epoch."""
 
     @routes.add("POST", _INSTANCE + "/ranks/{rank}/restarted", Access.WORKER, Speaker.INSTANCE)
@@ -202,7 +202,7 @@ def _add_connect(routes: Routes) -> None:
         return json_reply({})
 
 
-def _add_trainer(routes: Routes) -> None:
+def _add_trainer(routes: RouteBuilder) -> None:
     """Requests of the ranks of a trainer for all instances."""
     gateway = routes.gateway
 
@@ -240,12 +240,12 @@ def _add_trainer(routes: Routes) -> None:
         return NOTHING if update is None else json_reply({"instances": update[0], "first_order": update[1]})
 
 
-def _at(routes: Routes, request: Request) -> tuple[Instance, int]:
+def _at(routes: RouteBuilder, request: Request) -> tuple[Instance, int]:
     """The instance that a path names, and the epoch."""
     return routes.instance(request), request.whole("epoch")
 
 
-async def _orders_of(routes: Routes, request: Request) -> Reply:
+async def _orders_of(routes: RouteBuilder, request: Request) -> Reply:
     """Orders of an instance from the number on that the request names."""
     pair, instance = routes.pair(request), routes.instance(request)
     orders = await instance.orders_from(*_polling(request, pair))

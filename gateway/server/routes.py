@@ -1,4 +1,4 @@
-"""Routes for people and programs: whole pairs, whole instances, and monitoring."""
+"""RouteBuilder for people and programs: whole pairs, whole instances, and monitoring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from weightcast.gateway.layouts.inspection import inspect_instance
 from weightcast.gateway.server.bodies import EngineBody, PairBody
 from weightcast.gateway.server.requests import NOTHING, Reply, Request, json_reply
-from weightcast.gateway.server.routing import KNOWN, WAIT, Query, Routes
+from weightcast.gateway.server.routing import KNOWN, WAIT, Query, RouteBuilder
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.errors import ControlError
 
@@ -20,14 +20,14 @@ _INSTANCE = _PAIR + "/instances/{instance}"
 _TEXT = Query("text", {"type": "boolean", "default": False}, "true for a table to read instead of JSON")
 
 
-def add_routes(routes: Routes) -> None:
+def add_routes(routes: RouteBuilder) -> None:
     """Adds all of them."""
     _add_instances(routes)
     _add_pairs(routes)
     _add_health(routes)
 
 
-def _add_health(routes: Routes) -> None:
+def _add_health(routes: RouteBuilder) -> None:
     """Requests of monitoring."""
     gateway = routes.gateway
 
@@ -44,7 +44,7 @@ def _add_health(routes: Routes) -> None:
         return Reply(200, gateway.metrics.text(), CONTENT_TYPE_LATEST.encode())
 
 
-def _add_pairs(routes: Routes) -> None:
+def _add_pairs(routes: RouteBuilder) -> None:
     """Requests about whole pairs."""
     gateway = routes.gateway
 
@@ -87,7 +87,7 @@ def _add_pairs(routes: Routes) -> None:
         return Reply(200, pair.result_text(version).encode())
 
 
-def _add_instances(routes: Routes) -> None:
+def _add_instances(routes: RouteBuilder) -> None:
     """Requests about whole instances."""
     gateway = routes.gateway
 

@@ -1,4 +1,4 @@
-"""Routes of the gateway: one table, from which requests are dispatched, guarded and documented.
+"""RouteBuilder of the gateway: one table, from which requests are dispatched, guarded and documented.
 
 A route says its method and path, the scope that a token needs, who speaks, and which parameters and body it reads. A
 request is found by one look-up: ranks ask thousands of times a second. A parameter that a route does not declare cannot
@@ -25,7 +25,7 @@ from weightcast.gateway.server.requests import MAX_POLL, Reply, Request, failed,
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.errors import InputError, WeightcastError
 
-__all__ = ["IDENTITY", "KNOWN", "WAIT", "Answer", "Query", "Route", "RouteTable", "Routes", "Speaker"]
+__all__ = ["IDENTITY", "KNOWN", "WAIT", "Answer", "Query", "Route", "RouteBuilder", "RouteTable", "Speaker"]
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -139,8 +139,8 @@ class RouteTable:
         return entry if all(parts[at] for at, _ in entry.named) else None
 
 
-class Routes:
-    """Routes of one gateway, in the order in which they were added.
+class RouteBuilder:
+    """RouteBuilder of one gateway, in the order in which they were added.
 
     Each says who may ask. A request of a trainer rank is answered only while its incarnation is believed: one check for
     all routes, before the answer, and the end of an answer under way when a registration displaces who waits for it.

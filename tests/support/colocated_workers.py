@@ -18,7 +18,7 @@ from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.colocated.host_memory import share_memory
 from weightcast.transfer.colocated.offers import Share
-from weightcast.transfer.colocated.peers import Neighbours, Place, find_neighbours, meet_neighbours
+from weightcast.transfer.colocated.peers import Neighbours, PeerPlace, find_neighbours, meet_neighbours
 from weightcast.transfer.copy.batch import CopyBatch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
@@ -52,7 +52,7 @@ def run_random_shared(
         key = (part.trainer_ranks, staged)
         if key not in groups:
             made = group_of(port, part.group_rank, member_labels(part), f"senders {key}")
-            groups[key] = made, meet_neighbours(made, part, Place(hosts[rank]), Deadline.after(SOON), staged)
+            groups[key] = made, meet_neighbours(made, part, PeerPlace(hosts[rank]), Deadline.after(SOON), staged)
         executor = Executor(part, layout, *groups[key])
         for version in (1, 2):
             if part.is_trainer:
@@ -195,7 +195,9 @@ def run_relays(rank: int, world: int, _: int, port: int, hosts: str, seeds: Sequ
         else:
             part, layout = made.instance_part("rollout-0", own), target.layouts[own]
         group = group_of(port, part.group_rank, member_labels(part), f"relays {seed}")
-        executor = Executor(part, layout, group, meet_neighbours(group, part, Place(hosts[rank]), Deadline.after(SOON)))
+        executor = Executor(
+            part, layout, group, meet_neighbours(group, part, PeerPlace(hosts[rank]), Deadline.after(SOON))
+        )
         for version in (1, 2):
             if rank < TRAINERS:
                 fill(source, shapes, rank, version)

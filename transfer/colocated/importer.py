@@ -29,7 +29,7 @@ from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import RankPart
 
-__all__ = ["Reading"]
+__all__ = ["ImportedBoxes"]
 
 _CAST_BYTES = 1 << 20
 """Bytes that are cast at a time: packed bytes are still in the CPU's cache when they are unpacked."""
@@ -52,7 +52,7 @@ class _Ends:
         return _Ends(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
-class Reading:
+class ImportedBoxes:
     """Makes the copies of one rank of an instance; all of them share its memory for what is cast."""
 
     def __init__(self, part: RankPart, layout: RankLayout, device: torch.device) -> None:

@@ -22,14 +22,14 @@ from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import RankPart
 from weightcast.transfer.transports.communicator import Communicator
 
-__all__ = ["NOWHERE", "Neighbours", "Place", "device_of", "find_neighbours", "here", "meet_neighbours"]
+__all__ = ["NOWHERE", "Neighbours", "PeerPlace", "device_of", "find_neighbours", "here", "meet_neighbours"]
 
 _ANSWER_BYTES = 4096
 """Every answer has this length, so that nobody has to ask for it first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PeerPlace:
     """The place of a rank, as seen by ranks that may share memory with it.
 
     `host` is equal for processes that can open each other's memory, empty for one that shares none. `device` is where
@@ -40,12 +40,12 @@ class Place:
     device: str = CPU
     opens: tuple[str, ...] = (CPU,)
 
-    def can_read(self, other: Place) -> bool:
+    def can_read(self, other: PeerPlace) -> bool:
         """True if a rank here can open the memory of one there."""
         return bool(self.host) and self.host == other.host and other.device in self.opens
 
 
-NOWHERE = Place("")
+NOWHERE = PeerPlace("")
 """The place of a rank that exports nothing."""
 
 
@@ -54,15 +54,15 @@ def device_of(layout: RankLayout) -> torch.device:
     return next((base.device for base in layout.memory.bases), torch.device(CPU))
 
 
-def here(device: torch.device) -> Place:
+def here(device: torch.device) -> PeerPlace:
     """The place of this process, whose weights lie on `device`."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     host = f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
     if device.type == CPU:
-        return Place(host)
+        return PeerPlace(host)
     from weightcast.transfer.colocated.cuda_ipc import reachable, uuid_of
 
-    return Place(host, uuid_of(device), (CPU, *reachable(device)))
+    return PeerPlace(host, uuid_of(device), (CPU, *reachable(device)))
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def find_neighbours(
 
 
 def meet_neighbours(
-    group: Communicator, part: RankPart, place: Place, deadline: Deadline, staged: bool = False
+    group: Communicator, part: RankPart, place: PeerPlace, deadline: Deadline, staged: bool = False
 ) -> Neighbours:
     """Asks every member of the other side where it is. Every member has to call it, right after it joined."""
     senders = len(part.trainer_ranks)
@@ -112,7 +112,7 @@ def meet_neighbours(
     return Neighbours(frozenset(peers), staged)
 
 
-def _answer(place: Place, device: torch.device) -> torch.Tensor:
+def _answer(place: PeerPlace, device: torch.device) -> torch.Tensor:
     payload = msgpack.packb(asdict(place))
     if len(payload) > _ANSWER_BYTES:
         raise WireError(
@@ -121,12 +121,12 @@ def _answer(place: Place, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(payload.ljust(_ANSWER_BYTES, b"\0")), dtype=torch.uint8).to(device)
 
 
-def _read(answer: torch.Tensor, peer: int) -> Place:
+def _read(answer: torch.Tensor, peer: int) -> PeerPlace:
     unpacker = msgpack.Unpacker(max_buffer_size=_ANSWER_BYTES)
     unpacker.feed(bytes(answer.cpu().numpy()))
     try:
         fields = unpacker.unpack()
-        peer_place = Place(str(fields["host"]), str(fields["device"]), tuple(str(d) for d in fields["opens"]))
+        peer_place = PeerPlace(str(fields["host"]), str(fields["device"]), tuple(str(d) for d in fields["opens"]))
     except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
         raise WireError(
             f"member {peer} did not say where it is: {error}; run the same weightcast on all sides"

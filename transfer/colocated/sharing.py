@@ -23,7 +23,7 @@ import torch
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.colocated.exporter import Staging, in_place_offer, make_staging, open_segment
-from weightcast.transfer.colocated.importer import Reading
+from weightcast.transfer.colocated.importer import ImportedBoxes
 from weightcast.transfer.colocated.offers import MAX_OFFER_BYTES, decode_offer, encode_offer, generation_of
 from weightcast.transfer.colocated.peers import Neighbours, device_of
 from weightcast.transfer.copy.batch import CopyBatch
@@ -37,16 +37,16 @@ from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import Kind, RankPart
 from weightcast.transfer.transports.communicator import Communicator, Exchange
 
-__all__ = ["Borrower", "Lender", "share"]
+__all__ = ["Exporter", "Importer", "share"]
 
 _STILL, _MOVED = 1, 0
 
 
 def share(
     part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
-) -> Lender | Borrower:
+) -> Exporter | Importer:
     """This rank's end of all that does not travel. `labels` names the members of the group."""
-    return (Lender if part.is_trainer else Borrower)(part, layout, group, neighbours, labels)
+    return (Exporter if part.is_trainer else Importer)(part, layout, group, neighbours, labels)
 
 
 class _End:
@@ -114,7 +114,7 @@ def _peers(part: RankPart) -> IntArray:
     return np.where(ops.kind == Kind.SEND, peer, -1)
 
 
-class Lender(_End):
+class Exporter(_End):
     """The exporter: a trainer rank that lets others read its memory, or a buffer into which it packs."""
 
     def __init__(
@@ -176,14 +176,14 @@ class Lender(_End):
             )
 
 
-class Borrower(_End):
+class Importer(_End):
     """The importer: a rank of an instance that reads what trainer ranks of its host export."""
 
     def __init__(
         self, part: RankPart, layout: RankLayout, group: Communicator, neighbours: Neighbours, labels: tuple[str, ...]
     ) -> None:
         super().__init__(part, layout, group, neighbours, labels)
-        self._reading = Reading(part, layout, self._device)
+        self._reading = ImportedBoxes(part, layout, self._device)
         self._known: dict[int, int] = {}
         self._batches: dict[int, list[CopyBatch]] = {}
         self._rounds: dict[int, list[CopyBatch]] = {}

@@ -22,7 +22,7 @@ from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import Kind, RankPart
 
-__all__ = ["MEMORY", "WIRE", "Traffic", "check_operations", "find_traffic", "in_memory"]
+__all__ = ["MEMORY", "WIRE", "RankMessages", "check_operations", "find_traffic", "in_memory"]
 
 MEMORY, WIRE = 0, 1
 """The sides of the copies of messages."""
@@ -32,7 +32,7 @@ SPAN_BYTES = 1 << 11
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class RankMessages:
     """m messages of one rank, and the copies between them and its memory.
 
     Columns (m,) of messages are `peer`, `leaves` (true for sent ones), `stage`, `round`, `dtype`, `nbytes`. Groups of
@@ -116,7 +116,7 @@ def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
 
 def find_traffic(
     part: RankPart, layout: RankLayout, device: torch.device, *, scatters: bool = False, staged: bool = False
-) -> Traffic:
+) -> RankMessages:
     """Cuts the boxes that this rank exchanges with each peer and finds them in memory.
 
     A transport that `scatters` takes messages that lie in many places, others only those that are one run of memory.
@@ -165,7 +165,7 @@ def find_traffic(
     )
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
     direct = np.zeros(len(copies), dtype=bool) if staged else _direct(copies, dtype, layout, device, scatters)
-    return Traffic(peers, departs.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
+    return RankMessages(peers, departs.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
 
 
 def in_memory(

@@ -21,7 +21,7 @@ from weightcast.transfer.exchange.messages import IN_FLIGHT
 from weightcast.transfer.exchange.messages_in_memory import (
     MEMORY,
     WIRE,
-    Traffic,
+    RankMessages,
     check_operations,
     find_traffic,
     in_memory,
@@ -30,7 +30,7 @@ from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import Kind, RankPart
 from weightcast.transfer.transports.communicator import Message
-from weightcast.transfer.transports.iovec import Spans
+from weightcast.transfer.transports.iovec import Iovec
 
 __all__ = ["Round", "Schedule", "make_rounds", "make_schedule", "place_messages"]
 
@@ -74,7 +74,7 @@ class Schedule:
 def make_schedule(part: RankPart, layout: RankLayout, device: torch.device, scatters: bool) -> Schedule:
     """Prepares the rounds of `part` over the memory of `layout`. Raises PlanError.
 
-    Messages are tensors on `device`, or Spans if the transport `scatters`. Staging memory stays within
+    Messages are tensors on `device`, or Iovec if the transport `scatters`. Staging memory stays within
     `part.bucket_bytes`, but for at most 64 bytes a message and SCRATCH_BYTES.
     """
     check_operations(part, layout)
@@ -95,7 +95,7 @@ def make_schedule(part: RankPart, layout: RankLayout, device: torch.device, scat
     return Schedule(rounds, replicate, staging, word_sends, word_receives, bytes_sent, bytes_received, bytes_copied)
 
 
-def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
+def place_messages(traffic: RankMessages) -> tuple[int, IntArray]:
     """Bytes of staging memory, and (m,) the first byte of each message in it.
 
     Round i and round i + IN_FLIGHT use the same part.
@@ -112,7 +112,7 @@ def place_messages(traffic: Traffic) -> tuple[int, IntArray]:
 
 
 def make_rounds(
-    traffic: Traffic, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
+    traffic: RankMessages, layout: RankLayout, staging: torch.Tensor, places: IntArray, scratch: torch.Tensor
 ) -> list[Round]:
     """The messages and copies of every round. `scratch` has SCRATCH_BYTES."""
     bases = layout.memory.bases
@@ -128,7 +128,7 @@ def make_rounds(
     # The side that is read comes first.
     unpacks = traffic.copies.take(~traffic.direct & ~leaves).turned()
     make_copies(unpacks, (views, bases), 0, [r.unpack for r in rounds], traffic.round[unpacks.group], scratch)
-    messages: Sequence[torch.Tensor | Spans] = (
+    messages: Sequence[torch.Tensor | Iovec] = (
         _spans(traffic, layout, views) if traffic.scatters else _tensors(traffic, layout, views)
     )
     # In each round, messages to one peer keep their order: both ends post them alike.
@@ -141,7 +141,7 @@ def make_rounds(
     return rounds
 
 
-def _tensors(traffic: Traffic, layout: RankLayout, staged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _tensors(traffic: RankMessages, layout: RankLayout, staged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Each message as one tensor, of bytes so that every dtype travels over every backend."""
     straight = iter(strided_views(layout.memory.bases, traffic.copies.take(traffic.direct), MEMORY))
     tensors = [
@@ -151,8 +151,8 @@ def _tensors(traffic: Traffic, layout: RankLayout, staged: Sequence[torch.Tensor
     return [tensor.view(torch.uint8) for tensor in tensors]
 
 
-def _spans(traffic: Traffic, layout: RankLayout, staged: Sequence[torch.Tensor]) -> list[Spans]:
-    """Each message as Spans: runs of memory where it lies, and of staging memory for what is packed."""
+def _spans(traffic: RankMessages, layout: RankLayout, staged: Sequence[torch.Tensor]) -> list[Iovec]:
+    """Each message as Iovec: runs of memory where it lies, and of staging memory for what is packed."""
     copies, direct_rows, packed_rows = traffic.copies, np.flatnonzero(traffic.direct), np.flatnonzero(~traffic.direct)
     itemsize = ITEMSIZE[traffic.dtype[copies.group]]
     memory, staging = (
@@ -166,10 +166,10 @@ def _spans(traffic: Traffic, layout: RankLayout, staged: Sequence[torch.Tensor])
     order = np.argsort(copy, kind="stable")
     address, nbytes = address[order], nbytes[order]
     edges = np.searchsorted(copies.group[copy[order]], np.arange(len(staged) + 1)).tolist()
-    return [Spans.of(address[start:end], nbytes[start:end]) for start, end in pairwise(edges)]
+    return [Iovec.of(address[start:end], nbytes[start:end]) for start, end in pairwise(edges)]
 
 
-def _dependencies(traffic: Traffic) -> list[tuple[int, int]]:
+def _dependencies(traffic: RankMessages) -> list[tuple[int, int]]:
     """Pairs (round, number of rounds that must be over before it), for a rank that receives and passes on."""
     if traffic.leaves.all() or not traffic.leaves.any():
         return []

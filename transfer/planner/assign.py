@@ -23,7 +23,7 @@ from weightcast.transfer.boxes.columns import lex_sort, ranges, volumes
 from weightcast.transfer.boxes.slices import between_slices, boxes_of_runs
 from weightcast.transfer.planner.waterfill import Pools, Wave, level, water_fill, waves
 
-__all__ = ["Dealt", "deal", "deal_blocks", "deal_boxes", "fill", "turns"]
+__all__ = ["Assigned", "assign", "assign_blocks", "assign_boxes", "fill", "turns"]
 
 _EXACT_SIZES = 64
 """Up to so many distinct weights of one pool in a block are assigned one by one; more are joined by powers of two."""
@@ -39,7 +39,7 @@ def turns(blocks: IntArray, layers: int) -> IntArray:
     return np.asarray(blocks % layers + blocks // layers)
 
 
-def deal_blocks(
+def assign_blocks(
     pools: Pools, pool: IntArray, weight: IntArray, block: IntArray, others: FloatArray, number: IntArray
 ) -> IntArray:
     """Chooses a member of its pool for each item: its index in the pool (n,). Blocks do not look at one another.
@@ -64,7 +64,7 @@ def deal_blocks(
     for turn in range(len(batches)):
         rows, group = batches.take(turn)
         vessels = _Vessels(pools, batches.pool[group], batches.block[group] * world, number[batches.block[group]])
-        member = vessels.deal(load, weight[items[rows]], batches.group[rows] - group[0])
+        member = vessels.assign(load, weight[items[rows]], batches.group[rows] - group[0])
         choice[items[rows]] = member
     return choice
 
@@ -114,7 +114,7 @@ class _Vessels:
         self.member = (column + first[:, None]) % count
         self.place = base[:, None] + pools.rank[pools.start[pool][:, None] + self.member]
 
-    def deal(self, load: FloatArray, weight: IntArray, group: IntArray) -> IntArray:
+    def assign(self, load: FloatArray, weight: IntArray, group: IntArray) -> IntArray:
         """The member for each item; items come ordered by group. Adds what they weigh to `load`."""
         groups, width = self.place.shape
         budget = np.bincount(group, weights=weight, minlength=groups).astype(np.int64)
@@ -145,7 +145,7 @@ def fill(budget: FloatArray, load: FloatArray) -> FloatArray:
     return amounts
 
 
-def deal(pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None = None) -> IntArray:
+def assign(pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None = None) -> IntArray:
     """Chooses a member of its pool for each item: its index in the pool (n,). Deterministic.
 
     `pool` (n,) is each item's pool, `weight` (n,) its bytes, > 0; `fixed` (world,) is what ranks have anyway. Within a
@@ -153,11 +153,11 @@ def deal(pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: Floa
     to the level that is best for all pools together. So neighbours get one source, and equal boxes of
     different instances, which are far apart, get different ones.
     """
-    return _Dealer(pools, pool, weight, world, fixed).whole()
+    return _Assigner(pools, pool, weight, world, fixed).whole()
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class Assigned:
     """Boxes with a source each, in the order of the items that they are, or are parts of.
 
     `item` (m,), `choice` (m,) the index in the item's pool, `offset` and `size` (m, D).
@@ -169,26 +169,28 @@ class Dealt:
     size: IntArray
 
 
-def deal_boxes(pools: Pools, pool: IntArray, boxes: tuple[IntArray, IntArray], itemsize: IntArray, world: int) -> Dealt:
-    """Assigns boxes like `deal`, and cuts them between members where that leaves some rank much more than its share.
+def assign_boxes(
+    pools: Pools, pool: IntArray, boxes: tuple[IntArray, IntArray], itemsize: IntArray, world: int
+) -> Assigned:
+    """Assigns boxes like `assign`, and cuts them between members where that leaves some rank much more than its share.
 
     `boxes` are offset and size (n, D), `itemsize` (n,) the bytes of an element.
     """
     offset, size = boxes
-    dealer = _Dealer(pools, pool, volumes(size) * itemsize, world, None)
+    dealer = _Assigner(pools, pool, volumes(size) * itemsize, world, None)
     choice = dealer.whole()
-    whole_boxes = Dealt(np.arange(pool.shape[0], dtype=np.int64), choice, offset, size)
+    whole_boxes = Assigned(np.arange(pool.shape[0], dtype=np.int64), choice, offset, size)
     if dealer.busiest(whole_boxes.item, choice, dealer.weight) <= _ENOUGH * dealer.bound:
         return whole_boxes
     item, choice, start, end = dealer.cut(size, itemsize)
     run, inner_offset, part_size = boxes_of_runs(np.take(size, item, axis=0), start, end)
     item, choice = item[run], choice[run]
-    cut_boxes = Dealt(item, choice, np.take(offset, item, axis=0) + inner_offset, part_size)
+    cut_boxes = Assigned(item, choice, np.take(offset, item, axis=0) + inner_offset, part_size)
     cut_load = dealer.busiest(item, choice, volumes(part_size) * itemsize[item])
     return cut_boxes if cut_load < dealer.busiest(whole_boxes.item, whole_boxes.choice, dealer.weight) else whole_boxes
 
 
-class _Dealer:
+class _Assigner:
     """Items to assign, and the level to which they raise loads."""
 
     def __init__(self, pools: Pools, pool: IntArray, weight: IntArray, world: int, fixed: FloatArray | None) -> None:

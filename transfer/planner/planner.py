@@ -30,7 +30,7 @@ from weightcast.transfer.plan.operations import (
     join_rows,
 )
 from weightcast.transfer.plan.proof.operations import check_joined
-from weightcast.transfer.planner.assign import deal_blocks, turns
+from weightcast.transfer.planner.assign import assign_blocks, turns
 from weightcast.transfer.planner.expected import Expected, expect, others_load, sums
 from weightcast.transfer.planner.holders import Sources, find_sources
 from weightcast.transfer.planner.locality import Reach
@@ -40,7 +40,7 @@ from weightcast.transfer.planner.rows import direct_rows, routed_rows
 from weightcast.transfer.planner.topology import Hosts, Topology
 from weightcast.transfer.planner.waterfill import Pools, level
 
-__all__ = ["Asks", "Dealt", "Label", "Made", "Terms", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
+__all__ = ["Asks", "Choice", "Label", "Made", "Terms", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
 
 _BALANCED = 1.045
 """Limit for blocks that are assigned each by itself: the busiest trainer rank's load, in multiples of the least.
@@ -145,7 +145,7 @@ def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO
     asks = [Asks(index, side, *bindings[side.fingerprints]) for index, side in enumerate(pair.instances)]
     expected = _expected(pair, sources, reach, asks)
     other_load = others_load(reach.pools, expected)
-    choice = _deal(pair, sources, reach, asks, other_load)
+    choice = _choose(pair, sources, reach, asks, other_load)
     if choice is None or (topology is not None and hosts is not None):
         choice, operations = _route(pair, sources, reach, asks, choice, _machine(asks, hosts, topology))
     else:
@@ -232,7 +232,7 @@ def _expected(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks]
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class Choice:
     """Sources of all sends, and the bytes that blocks ask of pools and ranks.
 
     `entry` has for each instance the entries of `Sources.rank` that its sends come from. It is empty where boxes were
@@ -244,20 +244,20 @@ class Dealt:
     sent: FloatArray
 
 
-def _deal(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Dealt | None:
+def _choose(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Choice | None:
     """Sources for all instances, assigned block by block; None where that leaves some rank too much."""
     cell = np.concatenate([ask.receives.cell for ask in asks])
     column = np.concatenate([ask.columns(reach) for ask in asks])
     weight = np.concatenate([ask.weight for ask in asks])
     block, pool = _blocks(pair, sources, asks), reach.pool(cell, column)
     number = turns(np.arange(others.shape[0], dtype=np.int64), pair.layers.shape[0])
-    choice = deal_blocks(reach.pools, pool, weight, block, others, number)
+    choice = assign_blocks(reach.pools, pool, weight, block, others, number)
     entry = reach.entry(cell, column, choice)
     pool_bytes, rank_bytes = loads_of(reach.pools, pool, sources.rank[entry], weight, block, others.shape)
     if not balanced(reach.pools, pool_bytes, rank_bytes):
         return None
     ends = np.cumsum([ask.weight.shape[0] for ask in asks])[:-1]
-    return Dealt(np.split(entry, ends), pool_bytes, rank_bytes)
+    return Choice(np.split(entry, ends), pool_bytes, rank_bytes)
 
 
 def _blocks(pair: JoinedPair, sources: Sources, asks: list[Asks]) -> IntArray:
@@ -280,11 +280,16 @@ def balanced(pools: Pools, asked: FloatArray, sent: FloatArray) -> bool:
 
 
 def _route(
-    pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], dealt: Dealt | None, machine: Machine | None
-) -> tuple[Dealt, Operations]:
-    """Routes all instances together: boxes are cut between holders, or relayed where that is faster than `dealt`."""
+    pair: JoinedPair,
+    sources: Sources,
+    reach: Reach,
+    asks: list[Asks],
+    block_choice: Choice | None,
+    machine: Machine | None,
+) -> tuple[Choice, Operations]:
+    """Routes all instances together: boxes are cut between holders, or relayed where that beats `block_choice`."""
     needs = _needs(sources, reach, asks)
-    direct = None if dealt is None else np.concatenate(dealt.entry)
+    direct = None if block_choice is None else np.concatenate(block_choice.entry)
     routes = route(sources, reach, needs, pair.trainer.world, machine, direct)
     first = np.append(0, np.cumsum([ask.weight.shape[0] for ask in asks]))
     bounds = np.searchsorted(routes.need, first).tolist()
@@ -298,7 +303,7 @@ def _route(
     shape = len(asks) * pair.layers.shape[0], pair.trainer.world
     block, pool = _blocks(pair, sources, asks)[need], reach.pool(needs.cell, needs.column)[need]
     loads = loads_of(reach.pools, pool, routes.src_rank[send_rows], weight, block, shape)
-    return Dealt([], *loads), join_rows(Operations, operations)
+    return Choice([], *loads), join_rows(Operations, operations)
 
 
 def _machine(asks: list[Asks], hosts: Hosts | None, topology: Topology | None) -> Machine | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.boxes.columns import lex_sort, starts_of
-from weightcast.transfer.planner.assign import deal
+from weightcast.transfer.planner.assign import assign
 from weightcast.transfer.planner.holders import pool_sets
 
 __all__ = ["DIRECT", "SHAPES", "RelayGroups", "depths"]
@@ -78,7 +78,7 @@ class RelayGroups:
         load = np.bincount(self._rank[ungrouped], self._weight[ungrouped], self._host.shape[0]).astype(np.float64)
         run_near = self._near[item[start[:-1]]]
         weight = np.where(run_near, 0, self._weight[item[start[:-1]]])
-        head = deal(pools, pool, weight, self._host.shape[0], load)
+        head = assign(pools, pool, weight, self._host.shape[0], load)
         position, run = np.arange(item.shape[0]), np.repeat(np.arange(count.shape[0]), count)
         step = (position - start[run] - head[run]) % count[run]
         source = start[run] + ((step - 1) // fan_out + head[run]) % count[run]

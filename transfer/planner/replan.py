@@ -29,10 +29,10 @@ from weightcast.transfer.plan.operations import TRAINER, DigestRows, Operations,
 from weightcast.transfer.plan.parts import BUCKET_BYTES, PlanParts
 from weightcast.transfer.plan.proof.operations import check_joined
 from weightcast.transfer.plan.proof.tiling import Scope, filled, rows_at, spans
-from weightcast.transfer.planner.assign import deal_blocks, turns
+from weightcast.transfer.planner.assign import assign_blocks, turns
 from weightcast.transfer.planner.changes import changed_layers, named_by_trainer, new_sides
 from weightcast.transfer.planner.expected import Expected, expect
-from weightcast.transfer.planner.planner import Asks, Dealt, Label, Made, Terms, balanced, loads_of, make_plan, weights
+from weightcast.transfer.planner.planner import Asks, Choice, Label, Made, Terms, balanced, loads_of, make_plan, weights
 from weightcast.transfer.planner.receives import bind, cells_of, digest_rows, plan_order
 from weightcast.transfer.planner.rows import direct_rows
 from weightcast.transfer.planner.topology import Hosts, Topology
@@ -215,7 +215,7 @@ class _Binder:
             bindings.append(replace(binding, asks=replace(binding.asks, number=index, side=side)))
         return bindings
 
-    def _deal(self, bound: list[_Bound]) -> Dealt:
+    def _deal(self, bound: list[_Bound]) -> Choice:
         """Sources for the changed layers of all changed instances."""
         basis, sources, reach = self._made, self._made.sources, self._made.reach
         count = self._layers.shape[0]
@@ -225,12 +225,12 @@ class _Binder:
         weight = np.concatenate([b.asks.weight for b in bound])
         block, pool = np.concatenate([i * count + b.block for i, b in enumerate(bound)]), reach.pool(cell, column)
         number = turns(blocks, self._pair.layers.shape[0])
-        entry = reach.entry(cell, column, deal_blocks(reach.pools, pool, weight, block, basis.others[blocks], number))
+        entry = reach.entry(cell, column, assign_blocks(reach.pools, pool, weight, block, basis.others[blocks], number))
         pool_bytes, rank_bytes = basis.asked.copy(), basis.sent.copy()
         shape = blocks.shape[0], rank_bytes.shape[1]
         pool_bytes[blocks], rank_bytes[blocks] = loads_of(reach.pools, pool, sources.rank[entry], weight, block, shape)
         ends = np.cumsum([b.asks.weight.shape[0] for b in bound])[:-1]
-        return Dealt(np.split(entry, ends), pool_bytes, rank_bytes)
+        return Choice(np.split(entry, ends), pool_bytes, rank_bytes)
 
     def _next(self, changes: TransferPlan, made: Made) -> Planned:
         """The new plan, made of the last one and the changes."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.plan.operations import TRAINER, Kind
-from weightcast.transfer.planner.assign import deal_boxes
+from weightcast.transfer.planner.assign import assign_boxes
 from weightcast.transfer.planner.holders import Sources
 from weightcast.transfer.planner.locality import Reach
 from weightcast.transfer.planner.relay_trees import DIRECT, SHAPES, RelayGroups, depths
@@ -147,7 +147,7 @@ class _Router:
         n = self._needs
         send_items, relay_items = np.flatnonzero(parent == DIRECT), np.flatnonzero(parent != DIRECT)
         boxes = (np.take(n.offset, send_items, axis=0), np.take(n.size, send_items, axis=0))
-        send_boxes = deal_boxes(self._pools, self._pool[send_items], boxes, n.itemsize[send_items], self._world)
+        send_boxes = assign_boxes(self._pools, self._pool[send_items], boxes, n.itemsize[send_items], self._world)
         need = send_items[send_boxes.item]
         entry = self._reach.entry(n.cell[need], n.column[need], send_boxes.choice)
         rank, region = self._sources.rank[entry], self._sources.region[entry]

@@ -10,11 +10,11 @@ from weightcast.transfer.deadline import Deadline
 if TYPE_CHECKING:
     import torch
 
-    from weightcast.transfer.transports.iovec import Spans
+    from weightcast.transfer.transports.iovec import Iovec
 
 __all__ = ["Communicator", "Exchange", "Message"]
 
-Message = tuple[int, "torch.Tensor | Spans"]
+Message = tuple[int, "torch.Tensor | Iovec"]
 """A peer by its group rank, and the memory that is sent to it or filled by it: a contiguous tensor, or many places."""
 
 
@@ -51,7 +51,7 @@ class Communicator(Protocol):
 
     @property
     def scatters(self) -> bool:
-        """True if messages may be Spans."""
+        """True if messages may be Iovec."""
         ...
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from weightcast.transfer.boxes.arrays import IntArray
 
-__all__ = ["Cursor", "Spans"]
+__all__ = ["Cursor", "Iovec"]
 
 _MOST_ROWS = 1024
 """Places that Linux takes in one call (UIO_MAXIOV)."""
@@ -26,7 +26,7 @@ _CALL_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class Iovec:
     """n runs of this process's CPU memory which together are one message, in this order.
 
     `rows` (n, 2) uint64 are addresses and bytes, as the kernel reads them (struct iovec). `ends` (n,) are the bytes up
@@ -37,8 +37,8 @@ class Spans:
     ends: IntArray
 
     @classmethod
-    def of(cls, address: IntArray, nbytes: IntArray) -> Spans:
-        """Spans of (n,) addresses and bytes. Runs that continue the one before are joined to it, empty ones dropped."""
+    def of(cls, address: IntArray, nbytes: IntArray) -> Iovec:
+        """Iovec of (n,) addresses and bytes. Runs that continue the one before are joined to it, empty ones dropped."""
         mask = nbytes > 0
         address, nbytes = address[mask], nbytes[mask]
         heads = np.ones(len(address), dtype=bool)
@@ -48,8 +48,8 @@ class Spans:
         return cls(np.ascontiguousarray(rows.astype(np.uint64)), ends)
 
     @classmethod
-    def of_tensor(cls, tensor: torch.Tensor) -> Spans:
-        """Spans of a contiguous tensor, one run."""
+    def of_tensor(cls, tensor: torch.Tensor) -> Iovec:
+        """Iovec of a contiguous tensor, one run."""
         return cls.of(np.array([tensor.data_ptr()]), np.array([tensor.nbytes]))
 
     @property
@@ -84,7 +84,7 @@ _DONTWAIT, _NOSIGNAL = 0x40, 0x4000
 class Cursor:
     """The progress of one message through a socket: a header, then its spans. The caller has to keep `header`."""
 
-    def __init__(self, header: npt.NDArray[np.uint64], spans: Spans) -> None:
+    def __init__(self, header: npt.NDArray[np.uint64], spans: Iovec) -> None:
         first = np.array([[header.ctypes.data, header.nbytes]], dtype=np.uint64)
         self._rows = np.concatenate([first, spans.rows])
         self._ends = np.concatenate([[header.nbytes], spans.ends + header.nbytes])

@@ -24,7 +24,7 @@ import torch.distributed
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports.communicator import Exchange, Message
-from weightcast.transfer.transports.iovec import Spans
+from weightcast.transfer.transports.iovec import Iovec
 from weightcast.transfer.transports.peer_errors import Left, Naming
 from weightcast.transfer.transports.rendezvous import meet, one_line
 from weightcast.transfer.transports.waiter import Waiter
@@ -134,7 +134,7 @@ class TorchGroup:
         self._backend, self._usable = None, False
         self._waiter.give_up()
 
-    def _whole(self, message: torch.Tensor | Spans) -> torch.Tensor:
+    def _whole(self, message: torch.Tensor | Iovec) -> torch.Tensor:
         if isinstance(message, torch.Tensor):
             return message
         raise TransferError(f"{self.name}: messages of this backend are tensors, found {len(message.rows)} places")

@@ -24,7 +24,7 @@ from weightcast.transfer.transports.communicator import Exchange, Message
 from weightcast.transfer.transports.peer_errors import Naming
 from weightcast.transfer.transports.rendezvous import one_line
 from weightcast.transfer.transports.tcp_handshake import connect_all
-from weightcast.transfer.transports.tcp_io import Pump
+from weightcast.transfer.transports.tcp_io import IoThread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -44,7 +44,7 @@ class TcpGroup:
     def __init__(self, connections: dict[int, socket.socket], naming: Naming) -> None:
         self.rank, self.size, self.name = naming.rank, len(naming.labels), naming.group
         self._naming = naming
-        self._pump = Pump(connections, naming)
+        self._pump = IoThread(connections, naming)
         self._pump.start()
         # Nobody else ends the thread of a group that is dropped.
         weakref.finalize(self, self._pump.stop)

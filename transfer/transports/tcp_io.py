@@ -17,10 +17,10 @@ import torch
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.transports.communicator import Message
-from weightcast.transfer.transports.iovec import Cursor, Spans
+from weightcast.transfer.transports.iovec import Cursor, Iovec
 from weightcast.transfer.transports.peer_errors import Left, Naming
 
-__all__ = ["Posted", "Pump"]
+__all__ = ["IoThread", "Posted"]
 
 _LEAST_BYTES = 2 << 20
 """Bytes that a connection must have before it is read, unless fewer are due: a read costs 20 us beside the copy."""
@@ -37,7 +37,7 @@ class _Leg:
     header: npt.NDArray[np.uint64]
     expected: tuple[int, int]
     cursor: Cursor
-    memory: torch.Tensor | Spans
+    memory: torch.Tensor | Iovec
 
     @property
     def left(self) -> Left:
@@ -99,9 +99,9 @@ class _Link:
         self.failure: object = None
         self._least = 1
 
-    def add(self, peer: int, direction: str, memory: torch.Tensor | Spans) -> _Leg:
+    def add(self, peer: int, direction: str, memory: torch.Tensor | Iovec) -> _Leg:
         """Makes the leg of a message behind those that were posted before. It does not move yet."""
-        spans = Spans.of_tensor(memory) if isinstance(memory, torch.Tensor) else memory
+        spans = Iovec.of_tensor(memory) if isinstance(memory, torch.Tensor) else memory
         values = self.posted[direction], spans.nbytes
         self.posted[direction] += 1
         header = np.array(values if direction == "send" else (0, 0), dtype=np.uint64)
@@ -151,7 +151,7 @@ class _Link:
         return send_events | (select.EPOLLIN if self.receives else 0)
 
 
-class Pump(threading.Thread):
+class IoThread(threading.Thread):
     """The I/O thread: moves the messages that one thread at a time posts; any may stop it. It owns the connections,
     which do not block."""
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightcast.adapters.megatron.names import FAMILIES
-from weightcast.adapters.megatron.rows import Fusion, Rows, Sizes, fused_rows, overlap
+from weightcast.adapters.megatron.rows import FusedRows, Fusion, Sizes, fused_rows, overlap
 
 # 4 query heads in 2 groups, 3 rows a head: groups of 6 query rows, 3 key rows and 3 value rows.
 SIZES = Sizes(heads=4, query_groups=2, head_dim=3, vocab_size=10)
@@ -19,24 +19,24 @@ Q, K, V = 0, 1, 2
 
 def test_query_groups_lie_one_after_the_other() -> None:
     assert fused_rows(Fusion.QKV, 24, SIZES) == (
-        Rows(0, 6, Q, 0, 12), Rows(6, 3, K, 0, 6), Rows(9, 3, V, 0, 6),
-        Rows(12, 6, Q, 6, 12), Rows(18, 3, K, 3, 6), Rows(21, 3, V, 3, 6),
+        FusedRows(0, 6, Q, 0, 12), FusedRows(6, 3, K, 0, 6), FusedRows(9, 3, V, 0, 6),
+        FusedRows(12, 6, Q, 6, 12), FusedRows(18, 3, K, 3, 6), FusedRows(21, 3, V, 3, 6),
     )  # fmt: skip
 
 
 def test_a_rank_may_hold_part_of_a_group() -> None:
     """Four ranks, two groups: the second rank has the last query row of its group and all of key and value."""
     runs = fused_rows(Fusion.QKV, 24, SIZES)
-    assert list(overlap(runs, 5, 7)) == [Rows(5, 1, Q, 5, 12), Rows(6, 3, K, 0, 6), Rows(9, 3, V, 0, 6)]
+    assert list(overlap(runs, 5, 7)) == [FusedRows(5, 1, Q, 5, 12), FusedRows(6, 3, K, 0, 6), FusedRows(9, 3, V, 0, 6)]
 
 
 def test_gate_and_up_are_halves() -> None:
-    assert fused_rows(Fusion.GATE_UP, 8, SIZES) == (Rows(0, 4, 0, 0, 4), Rows(4, 4, 1, 0, 4))
+    assert fused_rows(Fusion.GATE_UP, 8, SIZES) == (FusedRows(0, 4, 0, 0, 4), FusedRows(4, 4, 1, 0, 4))
 
 
 def test_padding_of_the_vocabulary_is_in_no_run() -> None:
     runs = fused_rows(Fusion.VOCABULARY, 16, SIZES)
-    assert list(overlap(runs, 8, 4)) == [Rows(8, 2, 0, 8, 10)]
+    assert list(overlap(runs, 8, 4)) == [FusedRows(8, 2, 0, 8, 10)]
     assert list(overlap(runs, 12, 4)) == []
 
 

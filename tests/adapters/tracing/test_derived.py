@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightcast.adapters.tracing.derived import Refresh, find_derived
 from weightcast.adapters.tracing.replay import NotReplayableError, Recipe
-from weightcast.adapters.tracing.snapshot import Bound, Snapshot
+from weightcast.adapters.tracing.snapshot import Binding, Snapshot
 from weightcast.adapters.tracing.trace import Trace, trace_loader
 from weightcast.transfer.errors import DescribeError, StalePlanError
 from weightcast.transfer.layout.tables import TensorSpec
@@ -55,7 +55,7 @@ class Model(torch.nn.Module):
 def describe(model: Model, end: End | None = None) -> tuple[Trace, Refresh]:
     parameters = {"a": model.a.data, "b": model.b.data}
     with Snapshot(model) as snapshot:
-        loaded: list[Bound] = []
+        loaded: list[Binding] = []
 
         def ending() -> None:
             loaded.extend(snapshot.rebound())

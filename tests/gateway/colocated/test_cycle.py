@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from weightcast.gateway.colocated.cycle import ORDER, MemoryDance, MemoryUse, check_order
+from weightcast.gateway.colocated.cycle import ORDER, ColocatedCycle, MemoryUse, check_order
 from weightcast.gateway.colocated.engine_memory import SGLangMemory
 from weightcast.gateway.control.engines import SGLangDriver
 from weightcast.gateway.records import EngineSpec
@@ -80,8 +80,8 @@ class Trainer:
         self._do("offload")
 
 
-def dance_of(trainer: Trainer, *engines: Engine, order: Sequence[str] = ORDER) -> MemoryDance:
-    return MemoryDance([engine.memory() for engine in engines], trainer, order)
+def cycle_of(trainer: Trainer, *engines: Engine, order: Sequence[str] = ORDER) -> ColocatedCycle:
+    return ColocatedCycle([engine.memory() for engine in engines], trainer, order)
 
 
 def test_all_steps_in_order_each_reported_with_the_memory_before_and_after() -> None:
@@ -89,17 +89,17 @@ def test_all_steps_in_order_each_reported_with_the_memory_before_and_after() -> 
     uses = iter(MemoryUse(n, 2 * n, 0) for n in range(100))
     told = []
     engine = Engine(log)
-    dance = MemoryDance([engine.memory()], Trainer(log), report=told.append, measure=lambda: next(uses))
-    steps = dance.run(3)
+    cycle = ColocatedCycle([engine.memory()], Trainer(log), report=told.append, measure=lambda: next(uses))
+    steps = cycle.run(3)
     mine = {"train": "train 3", "free": "free", "transfer": "transfer 3", "offload": "offload"}
     assert log == [mine.get(step, f"rollout-0: {step}") for step in ORDER]
     assert told == steps
     assert [(s.step, s.before.process, s.after.host) for s in steps] == [
         (step, 2 * i, 2 * (2 * i + 1)) for i, step in enumerate(ORDER)
     ]
-    assert dance.state == "at rest: the engines generate"
+    assert cycle.state == "at rest: the engines generate"
     assert not engine.paused
-    dance.run(4)
+    cycle.run(4)
 
 
 def test_memory_in_use_is_read_from_the_system() -> None:
@@ -113,32 +113,32 @@ def test_memory_in_use_is_read_from_the_system() -> None:
 def test_an_engine_that_refuses_leaves_a_named_state_and_is_asked_again_alone() -> None:
     log: list[str] = []
     first, second = Engine(log), Engine(log, "rollout-1", refuses="resume weights")
-    dance = dance_of(Trainer(log), first, second)
+    cycle = cycle_of(Trainer(log), first, second)
     with pytest.raises(
         UpdateError,
         match=r"'resume weights' failed: EngineError: instance rollout-1: /resume_memory_occupation answered 400: .*"
         r"; 5 of 10 steps of version 1 are done, next is 'resume weights'; rollout-0 without kv_cache, "
         r"rollout-1 without kv_cache and weights; run it again",
     ) as caught:
-        dance.run(1)
+        cycle.run(1)
     assert "\n" not in str(caught.value)
     with pytest.raises(PairStateError, match="version 1 is under way, not 2"):
-        dance.run(2)
+        cycle.run(2)
     log.clear()
     second.refuses = ""
-    assert len(dance.run(1)) == len(ORDER)
+    assert len(cycle.run(1)) == len(ORDER)
     assert log[:2] == ["rollout-1: resume weights", "transfer 1"]
 
 
 def test_a_trainer_that_fails_goes_on_with_its_step() -> None:
     log: list[str] = []
     trainer = Trainer(log, fails="train 1")
-    dance = dance_of(trainer, Engine(log))
+    cycle = cycle_of(trainer, Engine(log))
     with pytest.raises(UpdateError, match="'train' failed: ValueError: out of memory; 3 of 10 steps"):
-        dance.run(1)
+        cycle.run(1)
     trainer.fails = ""
     log.clear()
-    dance.run(1)
+    cycle.run(1)
     assert log[0] == "train 1"
 
 
@@ -146,21 +146,21 @@ def test_a_trainer_that_fails_goes_on_with_its_step() -> None:
 def test_a_call_whose_answer_is_lost_has_to_be_settled(done: bool) -> None:
     log: list[str] = []
     engine = Engine(log, breaks="resume weights")
-    dance = dance_of(Trainer(log), engine)
+    cycle = cycle_of(Trainer(log), engine)
     with pytest.raises(UpdateError, match="was asked, but not answered: ReadTimeout"):
-        dance.run(1)
+        cycle.run(1)
     for _ in range(2):
         with pytest.raises(PairStateError, match=r"not answered.*call settle\(done=...\)"):
-            dance.run(1)
+            cycle.run(1)
     if not done:
         engine.released.add("weights")
     engine.breaks = ""
-    dance.settle(done)
+    cycle.settle(done)
     log.clear()
-    dance.run(1)
+    cycle.run(1)
     assert log[0] == ("transfer 1" if done else "rollout-0: resume weights")
     with pytest.raises(PairStateError, match="every step is settled"):
-        dance.settle(True)
+        cycle.settle(True)
 
 
 def test_a_server_that_is_not_there_was_not_asked() -> None:
@@ -173,10 +173,10 @@ def test_a_server_that_is_not_there_was_not_asked() -> None:
 def test_ranks_that_do_not_lead_leave_the_engines_alone_and_hear_of_failures() -> None:
     log: list[str] = []
     heard = iter(["", "", "", "rank 0 is out of memory", *[""] * 9])
-    dance = MemoryDance([Engine(log).memory()], Trainer(log), leads=False, agree=lambda mine: next(heard) or mine)
+    cycle = ColocatedCycle([Engine(log).memory()], Trainer(log), leads=False, agree=lambda mine: next(heard) or mine)
     with pytest.raises(UpdateError, match="'train' failed: rank 0 is out of memory; 3 of 10"):
-        dance.run(1)
-    dance.run(1)
+        cycle.run(1)
+    cycle.run(1)
     assert log == ["train 1", "train 1", "free", "transfer 1", "offload"]
 
 
@@ -203,7 +203,7 @@ def test_orders_that_contradict_themselves_are_refused(order: tuple[str, ...], m
 def test_order_and_tags_are_free_otherwise() -> None:
     log: list[str] = []
     order = ("pause", "release cuda_graph", "train", "transfer", "resume cuda_graph", "continue")
-    dance_of(Trainer(log), Engine(log), order=order).run(1)
+    cycle_of(Trainer(log), Engine(log), order=order).run(1)
     assert [entry.removeprefix("rollout-0: ") for entry in log] == [
         "pause", "release cuda_graph", "train 1", "transfer 1", "resume cuda_graph", "continue",
     ]  # fmt: skip

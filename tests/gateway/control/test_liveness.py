@@ -20,7 +20,7 @@ from weightcast.gateway.control import gateway as pool
 from weightcast.gateway.control import update as transaction
 from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.control.instance_state import Phase
-from weightcast.gateway.control.waiting import Side
+from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import HEADER
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.settings import Settings
@@ -37,7 +37,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_who_is_missing() -> None:
-    side = Side("pair main", "rollout-0", 10.0)
+    side = Party("pair main", "rollout-0", 10.0)
     assert not side.listen(100.0), "nobody has beaten yet, so nobody is missed"
     side.hear(0, 100.0)
     side.hear(2, 105.0)

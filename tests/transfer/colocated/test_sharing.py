@@ -19,7 +19,7 @@ from weightcast.transfer.colocated import exporter as lending
 from weightcast.transfer.colocated import sharing as colocated
 from weightcast.transfer.colocated.host_memory import share_memory
 from weightcast.transfer.colocated.offers import Offer, Share
-from weightcast.transfer.colocated.peers import NOWHERE, Place, find_neighbours, here, meet_neighbours
+from weightcast.transfer.colocated.peers import NOWHERE, PeerPlace, find_neighbours, here, meet_neighbours
 from weightcast.transfer.copy.batch import CopyBatch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
@@ -233,15 +233,15 @@ def test_an_offer_that_reaches_outside_its_memory_is_refused(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("lender", "reader", "can"),
     [
-        (Place("a"), Place("a"), True),
-        (Place("a"), Place("b"), False),
+        (PeerPlace("a"), PeerPlace("a"), True),
+        (PeerPlace("a"), PeerPlace("b"), False),
         (NOWHERE, NOWHERE, False),
-        (Place("a", "GPU-1"), Place("a", "GPU-2", ("cpu", "GPU-2", "GPU-1")), True),
-        (Place("a", "GPU-1"), Place("a", "GPU-2", ("cpu", "GPU-2")), False),
-        (Place("a", "cpu"), Place("a", "GPU-2", ("cpu", "GPU-2")), True),
+        (PeerPlace("a", "GPU-1"), PeerPlace("a", "GPU-2", ("cpu", "GPU-2", "GPU-1")), True),
+        (PeerPlace("a", "GPU-1"), PeerPlace("a", "GPU-2", ("cpu", "GPU-2")), False),
+        (PeerPlace("a", "cpu"), PeerPlace("a", "GPU-2", ("cpu", "GPU-2")), True),
     ],
 )
-def test_who_can_read_whose_memory(lender: Place, reader: Place, can: bool) -> None:
+def test_who_can_read_whose_memory(lender: PeerPlace, reader: PeerPlace, can: bool) -> None:
     """By the rule, and by what two members find out."""
     assert reader.can_read(lender) is can
     held = [describe_pieces([Piece(*box) for box in boxes]) for boxes in vectors(torch.ones(4), torch.zeros(4))]

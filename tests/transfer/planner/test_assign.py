@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from map_support import Model
 
-from weightcast.transfer.planner.assign import deal_blocks
+from weightcast.transfer.planner.assign import assign_blocks
 from weightcast.transfer.planner.expected import Expected, others_load, shared_pools
 from weightcast.transfer.planner.planner import make_plan
 from weightcast.transfer.planner.waterfill import Pools, level
@@ -21,18 +21,18 @@ def pools_of(*ranks: list[int]) -> Pools:
 def test_a_block_looks_at_what_is_expected_of_the_others():
     pools, item = pools_of([0, 1]), np.zeros(1, dtype=np.int64)
     for others, chosen in (([0.0, 0.0], 0), ([5.0, 0.0], 1), ([5.0, 9.0], 0)):
-        assert deal_blocks(pools, item, np.array([4]), item, np.array([others]), item).tolist() == [chosen]
+        assert assign_blocks(pools, item, np.array([4]), item, np.array([others]), item).tolist() == [chosen]
 
 
 def test_heavy_items_first_and_runs_in_their_order():
     pools, zeros = pools_of([0, 1]), np.zeros(5, dtype=np.int64)
-    choice = deal_blocks(pools, zeros, np.array([2, 2, 2, 2, 8]), zeros, np.zeros((1, 2)), zeros[:1])
+    choice = assign_blocks(pools, zeros, np.array([2, 2, 2, 2, 8]), zeros, np.zeros((1, 2)), zeros[:1])
     assert choice.tolist() == [1, 1, 1, 1, 0]
 
 
 def test_pools_with_one_member_count():
     pools = pools_of([1], [0, 1])
-    choice = deal_blocks(
+    choice = assign_blocks(
         pools,
         np.array([0, 1]),
         np.array([3, 3]),
@@ -45,7 +45,7 @@ def test_pools_with_one_member_count():
 
 def test_what_does_not_come_out_even_goes_to_another_member_in_each_block():
     pools, block = pools_of([0, 1, 2]), np.repeat(np.arange(3), 4)
-    choice = deal_blocks(pools, np.zeros_like(block), np.full(12, 5), block, np.zeros((3, 3)), np.arange(3))
+    choice = assign_blocks(pools, np.zeros_like(block), np.full(12, 5), block, np.zeros((3, 3)), np.arange(3))
     assert np.bincount(choice).tolist() == [4, 4, 4]
 
 
@@ -89,14 +89,14 @@ def test_each_block_by_itself_gives_the_same(seed: int):
     blocks, world = int(rng.integers(1, 6)), int(rng.integers(1, 7))
     pools, pool, weight, block, others = random_items(rng, blocks, world)
     number = rng.integers(0, 1000, blocks)
-    choice = deal_blocks(pools, pool, weight, block, others, number)
+    choice = assign_blocks(pools, pool, weight, block, others, number)
     assert (choice >= 0).all()
     assert (choice < np.diff(pools.start)[pool]).all()
     for which in range(blocks):
         own = np.flatnonzero(block == which)
         if own.size:
             one = slice(which, which + 1)
-            alone = deal_blocks(pools, pool[own], weight[own], np.zeros_like(own), others[one], number[one])
+            alone = assign_blocks(pools, pool[own], weight[own], np.zeros_like(own), others[one], number[one])
             assert alone.tolist() == choice[own].tolist()
 
 
@@ -110,7 +110,7 @@ def test_a_block_is_level_where_pools_share_no_rank(seed: int):
     pools = pools_of(*(ranks.tolist() for ranks in np.split(np.arange(world), cuts)))
     pool, weight = rng.integers(0, len(pools), items), rng.choice([5, 10, 13, 40], items)
     zeros = np.zeros(items, dtype=np.int64)
-    choice = deal_blocks(pools, pool, weight, zeros, np.zeros((1, world)), rng.integers(0, 9, 1))
+    choice = assign_blocks(pools, pool, weight, zeros, np.zeros((1, world)), rng.integers(0, 9, 1))
     _, best = level(pools, np.bincount(pool, weights=weight, minlength=len(pools)), world)
     busiest = np.bincount(pools.rank[pools.start[pool] + choice], weights=weight, minlength=world).max()
     assert busiest <= best + weight.max()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.transfer.boxes.slices import between_slices, boxes_of_runs
-from weightcast.transfer.planner.assign import deal, deal_boxes
+from weightcast.transfer.planner.assign import assign, assign_boxes
 from weightcast.transfer.planner.holders import pool_sets
 from weightcast.transfer.planner.locality import same_host_first
 from weightcast.transfer.planner.waterfill import Pools
@@ -21,7 +21,7 @@ def loads(pools: list[list[int]], items: list[tuple[int, int]], world: int) -> n
     """Bytes by rank when items (pool, weight) are dealt."""
     made = Pools(np.cumsum([0] + [len(p) for p in pools]), np.array([r for p in pools for r in p]))
     pool, weight = (np.array(column, dtype=np.int64) for column in zip(*items, strict=True))
-    choice = deal(made, pool, weight, world)
+    choice = assign(made, pool, weight, world)
     assert all(0 <= c < len(pools[p]) for c, p in zip(choice, pool, strict=True))
     return np.bincount([pools[p][c] for c, p in zip(choice, pool, strict=True)], weights=weight, minlength=world)
 
@@ -50,7 +50,7 @@ def test_loads_rise_to_one_level(pools, items, expected):
 
 def test_neighbours_share_a_source_and_far_items_do_not():
     pools = Pools(np.array([0, 4]), np.array([0, 1, 2, 3]))
-    assert deal(pools, np.zeros(8, dtype=np.int64), np.full(8, 5), 4).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert assign(pools, np.zeros(8, dtype=np.int64), np.full(8, 5), 4).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_many_different_weights_are_dealt_evenly():
@@ -77,7 +77,7 @@ def sent_by_rank(pools: list[list[int]], items: list[tuple[int, tuple[int, ...]]
     made = Pools(np.cumsum([0] + [len(p) for p in pools]), np.array([r for p in pools for r in p]))
     pool, size = np.array([p for p, _ in items]), np.array([s for _, s in items])
     offset = np.arange(size.size).reshape(size.shape)
-    dealt = deal_boxes(made, pool, (offset, size), np.ones(len(items), dtype=np.int64), world)
+    dealt = assign_boxes(made, pool, (offset, size), np.ones(len(items), dtype=np.int64), world)
     assert (np.diff(dealt.item) >= 0).all()
     loads = np.zeros(world)
     for i, (p, extent) in enumerate(items):
@@ -120,7 +120,7 @@ def test_boxes_of_published_size_are_cut_fine_too():
     for size, holders in (((256, 4096, 4096), 200), ((64, 1_000_000), 100), ((384, 7168), 256), ((1, 5_000_000), 3)):
         pools = Pools(np.array([0, holders]), np.arange(holders))
         boxes = np.zeros((1, len(size)), dtype=np.int64), np.array([size])
-        dealt = deal_boxes(pools, np.zeros(1, dtype=np.int64), boxes, np.full(1, 2), holders)
+        dealt = assign_boxes(pools, np.zeros(1, dtype=np.int64), boxes, np.full(1, 2), holders)
         sent = np.bincount(dealt.choice, weights=dealt.size.prod(axis=1), minlength=holders)
         assert sent.sum() == np.prod(size)
         assert sent.max() <= 1.05 * sent.mean()
@@ -135,7 +135,7 @@ def test_cuts_lie_between_slices_where_these_are_fine_enough():
     """Ten matrices of 7168 rows among 31 ranks, 2312.3 rows for each: no part begins or ends inside a row."""
     pools = Pools(np.array([0, 31]), np.arange(31))
     boxes = np.zeros((10, 2), dtype=np.int64), np.array([(7168, 2048)] * 10)
-    dealt = deal_boxes(pools, np.zeros(10, dtype=np.int64), boxes, np.full(10, 2), 31)
+    dealt = assign_boxes(pools, np.zeros(10, dtype=np.int64), boxes, np.full(10, 2), 31)
     assert (dealt.size[:, 1] == 2048).all()
     assert len(dealt.size) <= 10 + 30
 

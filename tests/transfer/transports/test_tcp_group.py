@@ -28,11 +28,11 @@ from weightcast.transfer.transports import iovec as spans
 from weightcast.transfer.transports import tcp_handshake as handshake
 from weightcast.transfer.transports.choose import join_group
 from weightcast.transfer.transports.communicator import Communicator, Exchange
-from weightcast.transfer.transports.iovec import Spans
+from weightcast.transfer.transports.iovec import Iovec
 from weightcast.transfer.transports.peer_errors import Naming
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
 from weightcast.transfer.transports.tcp_group import TcpGroup
-from weightcast.transfer.transports.tcp_io import Pump
+from weightcast.transfer.transports.tcp_io import IoThread
 
 PAIR = ("trainer rank 0", "rollout-0 rank 0")
 
@@ -45,9 +45,9 @@ def bytes_of(n: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, n, dtype=np.uint8))
 
 
-def spans_in(memory: torch.Tensor, places: Sequence[tuple[int, int]]) -> Spans:
+def spans_in(memory: torch.Tensor, places: Sequence[tuple[int, int]]) -> Iovec:
     start, nbytes = (np.array(column, dtype=np.int64) for column in zip(*places, strict=True))
-    return Spans.of(memory.data_ptr() + start, nbytes)
+    return Iovec.of(memory.data_ptr() + start, nbytes)
 
 
 def pair() -> list[Communicator]:
@@ -58,11 +58,11 @@ def pair() -> list[Communicator]:
 
 
 def test_spans_that_continue_each_other_are_one_and_empty_ones_none() -> None:
-    found = Spans.of(np.array([100, 104, 90, 200, 108]), np.array([4, 4, 0, 8, 1]))
+    found = Iovec.of(np.array([100, 104, 90, 200, 108]), np.array([4, 4, 0, 8, 1]))
     assert found.rows.tolist() == [[100, 8], [200, 8], [108, 1]]
     assert found.ends.tolist() == [8, 16, 17]
     assert found.nbytes == 17
-    none = Spans.of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    none = Iovec.of(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
     assert (none.rows.shape, none.nbytes) == ((0, 2), 0)
 
 
@@ -109,8 +109,8 @@ def test_more_places_than_one_call_takes() -> None:
     assert n > spans._MOST_ROWS
     out, into = bytes_of(2 * n * 16).view(2 * n, 16), torch.zeros(2 * n, 16, dtype=torch.uint8)
     order = np.random.default_rng(1).permutation(n)
-    sends = Spans.of(out.data_ptr() + 32 * np.arange(n), np.full(n, 16))
-    receives = Spans.of(into.data_ptr() + 32 * order, np.full(n, 16))
+    sends = Iovec.of(out.data_ptr() + 32 * np.arange(n), np.full(n, 16))
+    receives = Iovec.of(into.data_ptr() + 32 * order, np.full(n, 16))
     together(
         lambda: groups[0].post([(1, sends)], []).wait(soon()), lambda: groups[1].post([], [(0, receives)]).wait(soon())
     )
@@ -198,7 +198,7 @@ def test_what_was_sent_arrives_though_the_sender_leaves() -> None:
 
 def test_who_posts_while_the_thread_ends_does_not_wait_for_ever() -> None:
     ends = socket.socketpair()
-    pump = Pump({1: ends[0]}, Naming("x", PAIR, 0))
+    pump = IoThread({1: ends[0]}, Naming("x", PAIR, 0))
     pump.start()
     pump.stop()
     pump.join()
@@ -243,7 +243,7 @@ def test_what_is_over_is_let_go_though_nobody_collects_garbage() -> None:
 def test_what_is_posted_while_a_connection_fails_fails_too() -> None:
     """Not lost between the moment in which its elders are told and the one in which they are forgotten."""
     ends = socket.socketpair()
-    pump = Pump({1: ends[0]}, Naming("x", PAIR, 0))  # its thread does not run: this one takes its place
+    pump = IoThread({1: ends[0]}, Naming("x", PAIR, 0))  # its thread does not run: this one takes its place
     link = pump._links[1]
     late: list[Exchange] = []
 
