@@ -16,17 +16,23 @@ from weightcast.transfer.planner.topology import Topology
 
 __all__ = [
     "Action",
+    "Backend",
     "CommitPolicy",
     "DigestCounts",
+    "EngineKind",
     "EngineSpec",
     "NonFinite",
+    "NonFiniteMode",
     "Order",
     "PairSpec",
     "PauseMode",
     "UpdateRecord",
 ]
 
+EngineKind = Literal["sglang", "worker"]
 PauseMode = Literal["abort", "retract", "in_place"]
+Backend = Literal["tcp", "gloo", "nccl"]
+NonFiniteMode = Literal["refuse", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +51,13 @@ class EngineSpec:
     "report" only reports them.
     """
 
-    kind: Literal["sglang", "worker"]
+    kind: EngineKind
     world_size: int
     url: str = ""
     pause: PauseMode = "abort"
-    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
+    backend: Backend = "tcp"
     hold: bool = False
-    non_finite: Literal["refuse", "report"] = "refuse"
+    non_finite: NonFiniteMode = "refuse"
     allow_non_finite: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

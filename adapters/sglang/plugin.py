@@ -31,11 +31,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from weightcast.adapters.sglang.ray_actors import load_in_actors
 from weightcast.gateway.addresses import CA_VARIABLE
 from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.records import PauseMode
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError, StalePlanError, TransferError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ PREFIX = "weightcast/"
 LOAD_FORMAT = "weightcast"
 CONNECTING = "connecting"
 JOINED = "joined"
-_PAUSES = ("abort", "retract", "in_place")
+_PAUSES = get_args(PauseMode)
 _LAST_WRITES = 60.0
 """Seconds that the last copies of a transfer may take on this rank when all others are through."""
 _LEAVING = 10.0

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.records import Backend, CommitPolicy, EngineKind, EngineSpec, NonFiniteMode, PairSpec, PauseMode
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import InputError, LayoutError
 from weightcast.transfer.plan.verification import Verify
@@ -38,13 +38,13 @@ class _Body(BaseModel):
 class EngineBody(_Body):
     """JSON of an EngineSpec."""
 
-    kind: Literal["sglang", "worker"] = "sglang"
+    kind: EngineKind = "sglang"
     world_size: int = Field(ge=1, le=100_000)
     url: str = Field(default="", max_length=2048)
-    pause: Literal["abort", "retract", "in_place"] = "abort"
-    backend: Literal["tcp", "gloo", "nccl"] = "tcp"
+    pause: PauseMode = "abort"
+    backend: Backend = "tcp"
     hold: bool = False
-    non_finite: Literal["refuse", "report"] = "refuse"
+    non_finite: NonFiniteMode = "refuse"
     allow_non_finite: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
         default_factory=list, max_length=1000
     )
@@ -61,7 +61,7 @@ class PairBody(_Body):
     instances: dict[str, EngineBody] = Field(min_length=1, max_length=10_000)
     settings: dict[str, float] = Field(default_factory=dict, max_length=64)
     bucket_bytes: int = Field(default=512 << 20, ge=1 << 10, le=1 << 40)
-    commit: Literal["each", "all"] = "each"
+    commit: CommitPolicy = "each"
     verify: Literal["full", "sampled", "off"] = "full"
     topology: dict[str, Any] | None = None
 
