@@ -310,7 +310,7 @@ def join_and_stay(port: int, rank: int, labels: Sequence[str], name: str) -> Non
     group.close()
 
 
-def lose_a_peer(rank: int, world: int, _: int, port: int, backend: str) -> tuple[float, str]:
+def lose_a_peer(rank: int, world: int, _: int, port: int, backend: str) -> str:
     """Three members; the last lives in a child of rank 1 that is killed while rank 0 waits for it.
 
     That child begins when rank 1 has, so joining takes twice as long as elsewhere.
@@ -318,22 +318,21 @@ def lose_a_peer(rank: int, world: int, _: int, port: int, backend: str) -> tuple
     labels = ("trainer rank 0", "rollout-0 rank 0", "rollout-0 rank 1")
     if rank == 1:
         child = multiprocessing.get_context("spawn").Process(
-            target=group_of, args=(port, 2, labels, "lost", 40.0, backend), daemon=True
+            target=group_of, args=(port, 2, labels, "lost", 120.0, backend), daemon=True
         )
         child.start()
-        group = group_of(port, 1, labels, "lost", 40.0, backend)
-        group.post([(0, torch.zeros(64, dtype=torch.uint8))], []).wait(Deadline.after(20.0))
+        group = group_of(port, 1, labels, "lost", 120.0, backend)
+        group.post([(0, torch.zeros(64, dtype=torch.uint8))], []).wait(Deadline.after(120.0))
         os.kill(child.pid or 0, signal.SIGKILL)
         child.join()
-        return 0.0, ""
-    group = group_of(port, 0, labels, "lost", 40.0, backend)
+        return ""
+    group = group_of(port, 0, labels, "lost", 120.0, backend)
     receives = [(peer, torch.zeros(64, dtype=torch.uint8)) for peer in (1, 2)]
-    start = time.monotonic()
     try:
-        group.post([], receives).wait(Deadline.after(90.0))
+        group.post([], receives).wait(Deadline.after(300.0))
     except TransferError as error:
-        return time.monotonic() - start, str(error)
-    return time.monotonic() - start, "nothing was lost"
+        return str(error)
+    return "nothing was lost"
 
 
 def give_a_stopped_peer_up(rank: int, world: int, _: int, port: int, backend: str) -> tuple[float, str]:
