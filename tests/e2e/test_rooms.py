@@ -1,4 +1,4 @@
-"""Packages of the product: the docstring of each lists its modules and sub-packages, so that newcomers find them."""
+"""Packages list their modules in their docstrings, and pages name files that are there: newcomers find them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOMS = ("adapters", "cluster", "commands", "demo", "gateway", "offline", "transfer")
+NAMED = re.compile(r"`((?:[a-z_]+/)+[\w.]+\.(?:py|md|json|toml|txt))`")
 LISTED = re.compile(r"^- `(\w+)`: \S", re.MULTILINE)
 
 
@@ -16,6 +17,14 @@ def test_packages_list_their_modules(root: Path) -> None:
     assert {init.relative_to(root).parts[0] for init in inits} == set(ROOMS)
     faults = [fault for init in inits for fault in _faults(init, root)]
     assert not faults, "\n".join(["package docstrings differ from the folders:", *faults])
+
+
+def test_pages_name_files_that_are_there(root: Path) -> None:
+    pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    named = {(page.name, path) for page in pages for path in NAMED.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 40
+    gone = sorted(f"{page}: {path}" for page, path in named if not (root / path).exists())
+    assert not gone, "\n".join(["pages name files that are gone:", *gone])
 
 
 def _faults(init: Path, root: Path) -> list[str]:
