@@ -136,8 +136,10 @@ class ColocatedCycle:
         """
         if self._version not in (None, version):
             raise PairStateError(f"version {self._version} is under way, not {version}: {self.state}")
-        if self._uncertain is not None:
-            raise PairStateError(f"{self._uncertain[1]}; find out, and call settle(done=...): {self.state}")
+        # Only the rank that leads has asked; the others must not wait for it in the next step.
+        uncertain = self._agree("" if self._uncertain is None else self._uncertain[1])
+        if uncertain:
+            raise PairStateError(f"{uncertain}; find out, and call settle(done=...) on every rank: {self.state}")
         self._version = version
         while len(self._done) < len(self._order):
             self._do(self._order[len(self._done)], version)
@@ -145,7 +147,12 @@ class ColocatedCycle:
         return reports
 
     def settle(self, done: bool) -> None:
-        """Says if the engine's step that broke off was done. Raises PairStateError when there is none."""
+        """Says if the engine's step that broke off was done. Raises PairStateError when there is none.
+
+        Called on every rank, like `run`; one that does not lead has nothing to note.
+        """
+        if not self._leads:
+            return
         if self._uncertain is None:
             raise PairStateError(f"every step is settled: {self.state}")
         name, self._uncertain = self._uncertain[0], None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpx
 import pytest
@@ -150,7 +153,7 @@ def test_a_call_whose_answer_is_lost_has_to_be_settled(done: bool) -> None:
     with pytest.raises(UpdateError, match="was asked, but not answered: ReadTimeout"):
         cycle.run(1)
     for _ in range(2):
-        with pytest.raises(PairStateError, match=r"not answered.*call settle\(done=...\)"):
+        with pytest.raises(PairStateError, match=r"not answered.*call settle\(done=...\) on every rank"):
             cycle.run(1)
     if not done:
         engine.released.add("weights")
@@ -163,6 +166,37 @@ def test_a_call_whose_answer_is_lost_has_to_be_settled(done: bool) -> None:
         cycle.settle(True)
 
 
+def test_a_call_whose_answer_is_lost_is_settled_on_all_ranks() -> None:
+    """Also on those that do not lead, which would wait for the others in the next step."""
+    log: list[str] = []
+    engine = Engine(log, breaks="resume weights")
+    failures = ["", ""]
+    meeting = threading.Barrier(2, timeout=30.0)
+
+    def agree(rank: int, failure: str) -> str:
+        failures[rank] = failure
+        meeting.wait()
+        agreed = "; ".join(filter(None, failures))
+        meeting.wait()
+        return agreed
+
+    cycles = [
+        ColocatedCycle([engine.memory()], Trainer([]), leads=rank == 0, agree=partial(agree, rank)) for rank in range(2)
+    ]
+
+    def outcomes() -> list[object]:
+        with ThreadPoolExecutor(2) as pool:
+            return [future.exception() for future in [pool.submit(cycle.run, 1) for cycle in cycles]]
+
+    assert [type(error) for error in outcomes()] == [UpdateError] * 2
+    for _ in range(2):
+        assert [type(error) for error in outcomes()] == [PairStateError] * 2
+    engine.breaks = ""
+    for cycle in cycles:
+        cycle.settle(True)
+    assert outcomes() == [None, None]
+
+
 def test_a_server_that_is_not_there_was_not_asked() -> None:
     engine = SGLangMemory("rollout-0", "http://127.0.0.1:9")
     with pytest.raises(EngineError, match=r"/pause_generation was not asked: .*; is the server up"):
@@ -172,7 +206,7 @@ def test_a_server_that_is_not_there_was_not_asked() -> None:
 
 def test_ranks_that_do_not_lead_leave_the_engines_alone_and_hear_of_failures() -> None:
     log: list[str] = []
-    heard = iter(["", "", "", "rank 0 is out of memory", *[""] * 9])
+    heard = iter(["", "", "", "", "rank 0 is out of memory", *[""] * 9])
     cycle = ColocatedCycle([Engine(log).memory()], Trainer(log), leads=False, agree=lambda mine: next(heard) or mine)
     with pytest.raises(UpdateError, match="'train' failed: rank 0 is out of memory; 3 of 10"):
         cycle.run(1)
