@@ -355,6 +355,7 @@ async def play(count: int, seed: int) -> tuple[Counter[int], list[str], int]:
     for number in range(count):
         if number % 250 == 0:  # what was asked of it so far may have changed it, as it should
             gateway.pairs.clear()
+            gateway._processes.clear()  # of a pair that was deleted: they may have displaced the rank that asks here
             pair = await gateway.create(spec)
             generation, _ = await pair.register_trainer(0, reports()[0], START)
             if number == 5000:
