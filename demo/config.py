@@ -7,17 +7,13 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from weightcast.transfer.colocated.offers import Share
 from weightcast.transfer.errors import InputError
 from weightcast.transfer.layout.placement import ExpertPlacement
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = ["LEARNING_RATE", "LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
 

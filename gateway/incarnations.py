@@ -32,7 +32,7 @@ _FOR_CERTAIN = math.inf
 
 
 class Incarnation(NamedTuple):
-    """One start of a trainer rank, in a generation of the trainer; `boot` is the start of the gateway that gave it.
+    """One start of a trainer rank, in a generation of the trainer; `boot` is the life of the pair that gave it.
 
     `start` is "PROCESS.N" for connect number N of a process, where PROCESS is an identity of its own.
     """

@@ -8,8 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from weightcast.gateway.control import connect as coordinator
-from weightcast.gateway.control import update as transaction
+from weightcast.gateway.control import connect, update
 from weightcast.gateway.control.instance import Instance
 from weightcast.gateway.control.metrics import Metrics
 from weightcast.gateway.control.pair import Pair
@@ -137,7 +136,7 @@ class Gateway:
         """Connects the pair's instances in the background; once for each start of the trainer."""
         pair = self.pair(name)
         if not self._is_connecting(name) or self._connecting[name][0] != pair.generation:
-            task = self._spawn(coordinator.connect(pair, pair.generation, self.host, self.port))
+            task = self._spawn(connect.connect(pair, pair.generation, self.host, self.port))
             self._connecting[name] = (pair.generation, task)
 
     async def offer(self, name: str, rank: int, version: int, wait: float) -> bool:
@@ -148,7 +147,7 @@ class Gateway:
         pair = self.pair(name)
         first = await pair.offer(rank, version, wait)
         if first:
-            self._spawn(transaction.update(pair, version, self.host, self.port))
+            self._spawn(update.update(pair, version, self.host, self.port))
         return first is not None
 
     def _is_connecting(self, name: str) -> bool:

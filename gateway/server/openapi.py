@@ -30,19 +30,16 @@ _INCARNATION = f"header {HEADER} says which incarnation a trainer rank is: RANK/
 
 def add_document(routes: RouteBuilder) -> None:
     """Adds the route that serves the document. It tells of itself as well."""
-    encoded: list[Reply] = []
 
     @routes.add("GET", "/openapi.json", Access.READ)
     async def openapi(_: Request) -> Reply:
         """This document."""
-        if not encoded:
-            encoded.append(json_reply(document_of(routes.added)))
-        return encoded[0]
+        return json_reply(document_of(routes.added))
 
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of `routes`, as it is served and kept in docs/generated/openapi.json."""
-    bodies = {route.body for route in routes if isinstance(route.body, type) and issubclass(route.body, BaseModel)}
+    bodies = {route.body for route in routes if route.body is not None and issubclass(route.body, BaseModel)}
     models = sorted(bodies, key=lambda model: model.__name__)
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REFS)
     paths: dict[str, dict[str, Any]] = {}

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = [
     "any_column",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from weightcast.transfer.boxes.arrays import IntArray
-from weightcast.transfer.colocated import host_memory as shared_memory
+from weightcast.transfer.colocated import host_memory
 from weightcast.transfer.colocated.offers import Offer
 from weightcast.transfer.colocated.segment import CPU, Segment
 from weightcast.transfer.copy.runs import SCRATCH_BYTES
@@ -44,7 +44,7 @@ def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray
     traffic = find_traffic(shared_part, layout, device, staged=True)
     nbytes, places = place_messages(traffic)
     buffer = (
-        shared_memory.allocate(nbytes) if device.type == CPU else torch.empty(nbytes, dtype=torch.uint8, device=device)
+        host_memory.allocate(nbytes) if device.type == CPU else torch.empty(nbytes, dtype=torch.uint8, device=device)
     )
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def segment_of(storage: torch.UntypedStorage) -> tuple[Segment, int]:
     if not storage.nbytes():
         return Segment(CPU, 0, b""), 0
     if storage.device.type == CPU:
-        return shared_memory.segment_of(storage)
+        return host_memory.segment_of(storage)
     from weightcast.transfer.colocated import cuda_ipc
 
     return cuda_ipc.segment_of(storage)
@@ -105,7 +105,7 @@ def open_segment(segment: Segment) -> torch.Tensor:
     if not segment.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     if segment.device == CPU:
-        return shared_memory.open_segment(segment)
+        return host_memory.open_segment(segment)
     from weightcast.transfer.colocated import cuda_ipc
 
     return cuda_ipc.open_segment(segment)

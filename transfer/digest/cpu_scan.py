@@ -53,11 +53,11 @@ _WORTH_A_THREAD = 8 << 20
 def _loops() -> ModuleType | None:
     """The compiled loops, None where numba is missing or does not fit this numpy."""
     try:
-        from weightcast.transfer.digest import cpu_loops as digest_loops
+        from weightcast.transfer.digest import cpu_loops
     except ImportError as error:
         log.warning("digests on the CPU are several times slower without numba (weightcast[cpu]): %s", error)
         return None
-    return digest_loops
+    return cpu_loops
 
 
 def scannable(layout: RankLayout, boxes: Boxes) -> BoolArray:
