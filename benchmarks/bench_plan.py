@@ -1,4 +1,4 @@
-"""Planning at the size of published models: merge, plan, parts, wire, replan and memory, beside Awex's planner.
+"""Planning at the size of published models: merge, plan, parts, wire and memory, beside Awex's planner.
 
     make bench                              # all cases, with Awex 0.9.0
     python benchmarks/bench_plan.py --case k2-equal --awex DIR
@@ -9,7 +9,6 @@ bytes, one is Awex's planner. Times are CPU and wall seconds, the least of some 
 
 - merge: from decoded reports to layouts, all ranks of a side (the fingerprints of the tables are made here).
 - plan: `plan_transfer` for all instances together, its invariants proved. parts: those of every rank of every instance.
-- replan: `Planner.plan` with new tables after a layer's map changed, and the parts of the change for all its ranks.
 
 Awex plans on every rank by itself. It is measured on a few ranks of each side and scaled to all of them. It gets the
 same layouts but for redundant slots, which it cannot express, and takes every instance to be like the first.
@@ -43,11 +42,10 @@ from weightcast.gateway.layouts.merge import merge_instance, merge_trainer
 from weightcast.gateway.server.heap import keep_freed_memory
 from weightcast.offline.models import MODELS, ModelShape
 from weightcast.transfer.layout.joined import JoinedRanks
-from weightcast.transfer.plan.operations import Kind, TransferPlan
+from weightcast.transfer.plan.operations import TransferPlan
 from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.plan.traffic import traffic_of
 from weightcast.transfer.planner.planner import plan_transfer
-from weightcast.transfer.planner.replan import Planned, Planner
 from weightcast.transfer.wire.messages import decode_part, decode_report, encode_part, encode_report
 
 T = TypeVar("T")
@@ -101,7 +99,6 @@ DEFAULT = tuple(CASES)
 TARGETS = {
     "plan, invariants proved": {"k2-equal": "0.5 s", "k2-different": "1.5 s", "k2-1024": "5 s", "k2-1024-wide": "5 s"},
     "merge of all instance reports": {"k2-equal": "1 s", "k2-different": "1 s"},
-    "replan, one layer of one instance": {"k2-equal": "0.02 s", "k2-different": "0.02 s"},
     "decode the reports of an instance": {"k2-equal": "0.2 s", "k2-different": "0.2 s"},
     "reports of an instance": {"k2-equal": "2 MB", "k2-different": "2 MB"},
     "largest part": {"k2-equal": "1 MB", "k2-different": "1 MB"},
@@ -112,12 +109,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """The reports of all ranks as bytes: those of the trainer, of each instance, and of the first instance after the
-    map of one layer changed."""
+    """The reports of all ranks as bytes: those of the trainer and of each instance."""
 
     trainer: list[bytes]
     instances: dict[str, list[bytes]]
-    changed: list[bytes]
     pairs: int
 
 
@@ -133,12 +128,8 @@ def describe(case: Case) -> Encoded:
             instances[name] = [
                 encode_report(r) for r in instance_reports(name, case.model, case.maps(i), case.ep, case.tp)
             ]
-    maps = case.maps(0).copy()
-    layer = case.model.layers // 2
-    maps[layer] = random_maps(case.model, case.redundant, 1000)[layer]
-    changed = [encode_report(r) for r in instance_reports("rollout-0", case.model, maps, case.ep, case.tp)]
     trainer = [encode_report(r) for r in trainer_reports(case.model, case.trainer)]
-    return Encoded(trainer, instances, changed, same_rank_pairs(case.maps(0), case.ep))
+    return Encoded(trainer, instances, same_rank_pairs(case.maps(0), case.ep))
 
 
 @dataclass
@@ -182,11 +173,6 @@ def gateway(case: Case, encoded: Encoded, repeat: int) -> Measured:
     m.time("plan, not proved", lambda: plan_transfer(trainer, instances, check=False), repeat)
     m.time("parts of all ranks", lambda: all_parts(PlanParts(plan), plan), repeat)
     _wire(m, encoded, plan)
-    changed = merge_instance(first, [decode_report(data) for data in encoded.changed], trainer.tensors).joined
-    _replan(m, "replan, one layer of one instance", trainer, (instances, instances | {first: changed}), repeat)
-    if not case.different:
-        every = dict.fromkeys(instances, changed)
-        _replan(m, "replan, one layer of all instances", trainer, (instances, every), repeat)
     _figures(m, encoded, plan)
     return m
 
@@ -211,28 +197,6 @@ def _wire(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
     m.figures["reports of the trainer"] = f"{sum(map(len, encoded.trainer)) / 1e6:.2f} MB"
     m.figures["largest part"] = f"{len(largest) / 1e6:.3f} MB"
     m.figures["all parts of an instance"] = f"{sum(map(len, data)) / 1e6:.2f} MB"
-
-
-def _replan(m: Measured, name: str, trainer: JoinedRanks, turns: tuple[Sides, Sides], repeat: int) -> None:
-    planner = Planner()
-    planner.plan(trainer, turns[0])
-
-    def again(sides: Sides) -> Planned:
-        planned = planner.plan(trainer, sides)
-        parts, o = planned.parts_of_changes(), planned.changes.operations
-        for instance in planned.instances or ():
-            index = planned.changes.instances.index(instance)
-            for rank in range(planned.changes.instance_world[index]):
-                parts.instance_part(instance, rank)
-            senders = o.src_rank[(o.instance == index) & (o.kind == Kind.SEND)]
-            for rank in np.unique(senders).tolist():
-                parts.trainer_part(instance, rank)
-        return planned
-
-    for turn in range(2 * max(repeat, 3)):
-        planned = m.time(name, lambda sides=turns[(turn + 1) % 2]: again(sides))
-        if planned.layers is None:
-            m.figures[f"{name}:"] = "all of the plan was made anew"
 
 
 def _figures(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:

@@ -20,7 +20,7 @@ from weightcast.gateway.records import Action, Order
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
 from weightcast.transfer.plan.parts import PlanParts
-from weightcast.transfer.planner.replan import Planner
+from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import Hosts
 
 __all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
@@ -123,15 +123,12 @@ def _trainer_layout(pair: Pair) -> TrainerLayout:
 async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     trainer = _trainer_layout(pair)
     joined = {name: layout.joined for name, layout in layouts.items()}
-    # Instances that connect anew after their experts moved are planned from what changed.
-    planner = pair.planners.setdefault(tuple(joined), Planner())
     topology = pair.spec.topology
     if topology is not None:
         topology = replace(topology, between_instances=False)  # instances share no communicator
     try:
         hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
-        outcome = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
-        plan = await asyncio.to_thread(lambda: outcome.plan)
+        plan = await asyncio.to_thread(plan_transfer, trainer.joined, joined, hosts=hosts, topology=topology)
         share = pair.spec.bucket_bytes // max(1, len(pair.instances))
         parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
         checks = DigestCheck(plan)

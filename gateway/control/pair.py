@@ -35,7 +35,6 @@ from weightcast.transfer.errors import (
     WeightcastError,
 )
 from weightcast.transfer.layout.tables import RankReport
-from weightcast.transfer.planner.replan import Planner
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
@@ -89,7 +88,6 @@ class Pair(Party):
         self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
         self.trainer_reports: dict[int, RankReport] = {}
         self.trainer_layout: TrainerLayout | None = None
-        self.planners: dict[tuple[str, ...], Planner] = {}
         self.offers: dict[int, int] = {}
         self.conflict: WeightcastError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
@@ -399,7 +397,6 @@ class Pair(Party):
             if instance.leaving:
                 instance.leaving = False
                 instance.on(Event.LEAVE)
-                self.planners = {names: p for names, p in self.planners.items() if instance.name not in names}
                 reason, epoch = str(instance.failure or ""), instance.record.epoch
                 order = Order(Action.LEFT, epoch, reason=reason, trainer=self.generation, instance=instance.name)
                 self.orders.add(order)

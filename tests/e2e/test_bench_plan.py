@@ -26,6 +26,4 @@ def test_a_small_case(root: Path, tmp_path: Path, trainer: str):
     assert ran.returncode == 0, ran.stderr
     for row in ("merge of all instance reports", "plan, invariants proved", "parts of all ranks", "largest part"):
         assert row in ran.stdout
-    assert "replan, one layer of one instance" in ran.stdout
-    assert "made anew" not in ran.stdout
     assert f"Awex: not measured: no Awex in {tmp_path}" in ran.stdout

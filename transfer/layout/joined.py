@@ -168,28 +168,12 @@ Ranks: TypeAlias = "JoinedRanks | Sequence[RegionTable]"
 class JoinedPair:
     """The trainer, the instances, and the logical tensors of both: `tensors` has the trainer's dtypes.
 
-    Tensors are ordered by layer. `layers` (L,) are the layer numbers in their names, ascending, first NONE for names
-    without one. Layer `layers[i]` has the rows from `layer_start[i]` to `layer_start[i + 1] - 1`. `catalog` are the
-    trainer's tensors in the trainer's own order, `catalog_row` (C,) their rows in the pair's.
+    Tensors are ordered by the layer in their names, those without one first.
     """
 
     tensors: TensorTable
     trainer: JoinedRanks
     instances: tuple[JoinedRanks, ...]
-    layers: IntArray
-    layer_start: IntArray
-    catalog: TensorTable
-    catalog_row: IntArray
-
-    @cached_property
-    def layer(self) -> IntArray:
-        """(T,) index in `layers` of each tensor's layer."""
-        return np.repeat(np.arange(self.layers.shape[0], dtype=np.int64), np.diff(self.layer_start))
-
-    def rows_of(self, side: JoinedRanks) -> IntArray:
-        """Returns the (T,) pair's tensor for each of a side's own, -1 for those that the trainer does not have."""
-        row = side.rows_in(self.catalog)
-        return np.where(row < 0, -1, self.catalog_row[row]) if self.catalog_row.size else row
 
 
 def join_ranks(name: str, tables: Sequence[RegionTable], catalog: TensorTable | None = None) -> JoinedRanks:
@@ -254,7 +238,6 @@ def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
     order = stable_order(layer - NONE, int(layer.max(initial=NONE)) - NONE + 1)
     pair_row = np.empty_like(order)
     pair_row[order] = np.arange(order.shape[0], dtype=np.int64)
-    layers, start = np.unique(layer[order], return_index=True)
     tensors = TensorTable(
         tuple(map(union.names.__getitem__, order.tolist())),
         np.take(union.shape, order, axis=0),
@@ -270,16 +253,7 @@ def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
             renumberings[side.fingerprints] = side.renumbered(tensors, pair_row[side_rows[side.fingerprints]])
         twin = renumberings[side.fingerprints]
         sides.append(twin if twin.name == name else twin.renamed(name))
-    catalog_row = pair_row[: len(catalog)]
-    return JoinedPair(
-        tensors,
-        sender.renumbered(tensors, catalog_row),
-        tuple(sides),
-        layers,
-        np.append(start, order.shape[0]).astype(np.int64),
-        catalog,
-        catalog_row,
-    )
+    return JoinedPair(tensors, sender.renumbered(tensors, pair_row[: len(catalog)]), tuple(sides))
 
 
 def _everything(

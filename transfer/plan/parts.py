@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -64,8 +63,7 @@ class _Index:
 class PlanParts:
     """All parts of a plan. The plan's rows are sorted by rank once; each part then costs only its own size.
 
-    `trainer_ranks` are the trainer ranks in the communicator of each instance, by default those that send. Give them
-    for a plan that is only a part of what the ranks run. `verify` says how much the ranks digest.
+    `verify` says how much the ranks digest.
 
     Raises PlanError for a plan that relays from one instance to another, because their ranks share no communicator.
     """
@@ -74,7 +72,6 @@ class PlanParts:
         self,
         plan: TransferPlan,
         bucket_bytes: int = BUCKET_BYTES,
-        trainer_ranks: Sequence[tuple[int, ...]] | None = None,
         verify: Verify = Verify.FULL,
     ) -> None:
         self._plan, self._bucket_bytes, self._verify = plan, bucket_bytes, verify
@@ -92,7 +89,7 @@ class PlanParts:
         self._digests = _Index(
             None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(largest_world, plan.trainer_world))
         )
-        self._senders = trainer_ranks or [tuple(np.flatnonzero(senders).tolist()) for senders in self._sends.filled().T]
+        self._senders = [tuple(np.flatnonzero(senders).tolist()) for senders in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
         self._numbering = Lock()
         self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}

@@ -69,20 +69,15 @@ class Reach:
         self._narrowed = same_host_first(sources.pools, pool, np.tile(host_numbers, count), hosts.host[:trainer_ranks])
         self.pools, self._pool = self._narrowed.pools, self._narrowed.pool.reshape(count, host_numbers.shape[0])
 
-    def columns(self, instance: int | IntArray, rank: IntArray) -> IntArray:
+    def columns(self, instance: int, rank: IntArray) -> IntArray:
         """The host numbers (columns) of ranks of an instance."""
         return np.asarray(self.column[self.first[instance] + rank])
 
-    def hosts_of(self, instance: int) -> list[int]:
-        """The numbers of the hosts on which an instance is, ascending."""
-        columns: list[int] = np.unique(self.column[self.first[instance] : self.first[instance + 1]]).tolist()
-        return columns
-
-    def pool(self, cell: IntArray, column: IntArray | int) -> IntArray:
+    def pool(self, cell: IntArray, column: IntArray) -> IntArray:
         """The pool from which a rank on such a host gets a cell."""
         return np.asarray(self._pool[self._sources.pool[cell], column])
 
-    def entry(self, cell: IntArray, column: IntArray | int, choice: IntArray) -> IntArray:
+    def entry(self, cell: IntArray, column: IntArray, choice: IntArray) -> IntArray:
         """The entry of `Sources.rank` that is member `choice` of that pool."""
         if self._narrowed is not None:
             item = self._sources.pool[cell] * self._pool.shape[1] + column

@@ -1,53 +1,34 @@
 """Makes a transfer plan from the tables of both sides. Pure: no torch, no I/O, equal input gives an equal plan.
 
-docs/planning.md explains how. `weightcast.transfer.planner.replan` makes plans one after the other, and keeps what did
-not change.
+docs/planning.md explains how.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from weightcast.transfer.boxes.algebra import Cells
-from weightcast.transfer.boxes.arrays import FloatArray, IntArray
+from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.boxes.columns import lex_sort, ranges, volumes
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout.coverage import require_cover
 from weightcast.transfer.layout.dtypes import ITEMSIZE
 from weightcast.transfer.layout.joined import JoinedPair, JoinedRanks, Ranks, join_pair
-from weightcast.transfer.plan.operations import (
-    TRAINER,
-    DigestRows,
-    Kind,
-    Operations,
-    TransferPlan,
-    join_made,
-    join_rows,
-)
+from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, TransferPlan, join_made
 from weightcast.transfer.plan.proof.operations import check_joined
-from weightcast.transfer.planner.assign import assign_blocks, turns
-from weightcast.transfer.planner.expected import Expected, expect, others_load, sums
 from weightcast.transfer.planner.holders import Sources, find_sources
 from weightcast.transfer.planner.locality import Reach
 from weightcast.transfer.planner.receives import Receives, bind, cells_of, digest_rows
 from weightcast.transfer.planner.routes import Machine, Needs, route
-from weightcast.transfer.planner.rows import direct_rows, routed_rows
+from weightcast.transfer.planner.rows import instance_rows
 from weightcast.transfer.planner.topology import Hosts, Topology
-from weightcast.transfer.planner.waterfill import Pools, level
 
-__all__ = ["Asks", "Choice", "Label", "Made", "Terms", "balanced", "loads_of", "make_plan", "plan_transfer", "weights"]
-
-_BALANCED = 1.045
-"""Limit for blocks that are assigned each by itself: the busiest trainer rank's load, in multiples of the least.
-
-The least is what that load could be if bytes were shared out in fractions. Above the limit the blocks are assigned
-together.
-"""
+__all__ = ["plan_transfer"]
 
 
 def plan_transfer(
@@ -73,85 +54,19 @@ def plan_transfer(
     Raises LayoutError where tables contradict each other, CoverageError where something is missing (named in compact
     ranges), and PlanError if the plan were wrong.
     """
-    return make_plan(trainer, instances, Terms(check, tuple(required), left_out or {}, hosts, topology)).plan
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms of a plan, as in `plan_transfer`."""
-
-    check: bool = True
-    required: tuple[str, ...] = ()
-    left_out: Mapping[str, Collection[str]] = field(default_factory=dict)
-    hosts: Hosts | None = None
-    topology: Topology | None = None
-
-    def key(self) -> tuple[object, ...]:
-        """A value that is equal for equal terms."""
-        left_out = {name: frozenset(names) for name, names in self.left_out.items()}
-        hosts = self.hosts and (self.hosts.host.tobytes(), self.hosts.first.tobytes())
-        return self.check, self.required, left_out, hosts, self.topology
-
-
-_NO_TERMS = Terms()
-
-
-@dataclass(frozen=True)
-class Made:
-    """A plan, and what a plan for changed tables can take from it.
-
-    A block is one layer of one instance. Block `instance * layers + layer` has a row in each of `expected`, `others`,
-    `asked` and `sent`. `expected` is what no map changes; `others` is the load from other blocks beside which the block
-    is assigned. `asked` (blocks, pools) and `sent` (blocks, world) are the bytes that it really takes from each pool
-    and rank. Where blocks are not `balanced`, all were assigned together.
-
-    `cell_start[instance]` (layers + 1,) are the numbers of the instance's first digest cell of each layer.
-    """
-
-    pair: JoinedPair
-    sources: Sources
-    reach: Reach
-    plan: TransferPlan
-    expected: Expected
-    others: FloatArray
-    asked: FloatArray
-    sent: FloatArray
-    cell_start: tuple[IntArray, ...]
-    balanced: bool
-
-
-def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO_TERMS) -> Made:
-    """Makes a plan like `plan_transfer`, and returns it with what was worked out on the way."""
-    hosts, topology = terms.hosts, terms.topology
     pair = join_pair(trainer, instances)
     worlds = [side.world for side in pair.instances]
     if hosts is not None:
         hosts.require([pair.trainer.world, *worlds])
-    label = Label(pair)
+    label = _Label(pair)
     sources = find_sources(pair.trainer, label)
-    cells: dict[tuple[str, ...], Cells] = {}
-    for side in pair.instances:
-        if side.fingerprints not in cells:
-            cells[side.fingerprints] = cells_of(side, None, label)
-    instance_cells = [cells[side.fingerprints] for side in pair.instances]
-    by_name = {side.name: side_cells for side, side_cells in zip(pair.instances, instance_cells, strict=True)}
-    require_cover(pair.tensors, sources.cells, by_name, _required(pair, terms.required, terms.left_out))
-    bindings: dict[tuple[str, ...], tuple[Receives, IntArray]] = {}
-    for side in pair.instances:
-        if side.fingerprints not in bindings:
-            receives = bind(side, None, sources.cells, len(pair.tensors), label)
-            bindings[side.fingerprints] = receives, weights(side, receives)
-    reach = Reach(sources, worlds, hosts)
-    asks = [Asks(index, side, *bindings[side.fingerprints]) for index, side in enumerate(pair.instances)]
-    expected = _expected(pair, sources, reach, asks)
-    other_load = others_load(reach.pools, expected)
-    choice = _choose(pair, sources, reach, asks, other_load)
-    if choice is None or (topology is not None and hosts is not None):
-        choice, operations = _route(pair, sources, reach, asks, choice, _machine(asks, hosts, topology))
-    else:
-        entries = zip(asks, choice.entry, strict=True)
-        rows = (direct_rows(a.number, a.side, a.receives, sources, e) for a, e in entries)
-        operations = join_made(Operations, sum(a.receives.row.shape[0] for a in asks), rows)
+    # Equal instances are looked at once.
+    sides = {side.fingerprints: side for side in pair.instances}
+    cells = {key: cells_of(side, label) for key, side in sides.items()}
+    by_name = {side.name: cells[side.fingerprints] for side in pair.instances}
+    require_cover(pair.tensors, sources.cells, by_name, _required(pair, required, left_out or {}))
+    receives = {key: bind(side, sources.cells, len(pair.tensors), label) for key, side in sides.items()}
+    asks = [_Asks(number, side, receives[side.fingerprints]) for number, side in enumerate(pair.instances)]
     plan = TransferPlan(
         tensors=pair.tensors,
         instances=tuple(side.name for side in pair.instances),
@@ -160,16 +75,15 @@ def make_plan(trainer: Ranks, instances: Mapping[str, Ranks], terms: Terms = _NO
         instance_world=tuple(worlds),
         trainer_fingerprints=pair.trainer.fingerprints,
         instance_fingerprints=tuple(side.fingerprints for side in pair.instances),
-        operations=operations,
-        digests=_digests(pair, sources, instance_cells),
+        operations=_operations(pair, sources, asks, hosts, topology),
+        digests=_digests(pair, sources, list(by_name.values())),
     )
-    if terms.check:
+    if check:
         check_joined(plan, pair)
-    starts = tuple(np.searchsorted(side_cells.key, pair.layer_start) for side_cells in instance_cells)
-    return Made(pair, sources, reach, plan, expected, other_load, choice.asked, choice.sent, starts, bool(choice.entry))
+    return plan
 
 
-class Label:
+class _Label:
     """Names a tensor row in the message of an error."""
 
     def __init__(self, pair: JoinedPair) -> None:
@@ -199,114 +113,41 @@ def _required(
 
 
 @dataclass(frozen=True, slots=True)
-class Asks:
-    """Needs of an instance: its number and columns, the rows that it receives, and the bytes of each send."""
+class _Asks:
+    """Needs of an instance: its number and columns, and the rows that it receives."""
 
     number: int
     side: JoinedRanks
     receives: Receives
-    weight: IntArray
 
-    def columns(self, reach: Reach) -> IntArray:
-        """(sends,) the host to which each send goes, as `Reach` numbers it."""
-        return reach.columns(self.number, self.side.rank[self.receives.row[self.receives.sends]])
+    @property
+    def rows(self) -> IntArray:
+        """(sends,) rows of the side that sends write."""
+        return self.receives.row[self.receives.sends]
 
-
-def weights(side: JoinedRanks, receives: Receives) -> IntArray:
-    """Bytes of each send, in the dtype in which it travels."""
-    size = np.take(receives.size, receives.sends, axis=0)
-    return np.asarray(volumes(size) * ITEMSIZE[side.dtype[receives.tensor[receives.sends]]])
-
-
-def _expected(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks]) -> Expected:
-    """The expected demand of all blocks. Equal instances on hosts with the same holders are looked at once."""
-    by_key: dict[tuple[tuple[str, ...], bytes], Expected] = {}
-    by_instance = []
-    for ask in asks:
-        start, end = reach.first[ask.number], reach.first[ask.number + 1]
-        key = ask.side.fingerprints, reach.column[start:end].tobytes()
-        if key not in by_key:
-            by_key[key] = expect(pair, sources, reach, (ask.number, ask.side), ask.receives, ask.weight)
-        by_instance.append(by_key[key])
-    return Expected(*(np.concatenate([getattr(e, name) for e in by_instance]) for name in Expected.__slots__))
+    @property
+    def dtype(self) -> IntArray:
+        """(sends,) the dtype in which each send travels."""
+        return self.side.dtype[self.receives.tensor[self.receives.sends]]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Sources of all sends, and the bytes that blocks ask of pools and ranks.
-
-    `entry` has for each instance the entries of `Sources.rank` that its sends come from. It is empty where boxes were
-    cut or are relayed. `asked` is (blocks, pools), `sent` (blocks, world).
-    """
-
-    entry: list[IntArray]
-    asked: FloatArray
-    sent: FloatArray
-
-
-def _choose(pair: JoinedPair, sources: Sources, reach: Reach, asks: list[Asks], others: FloatArray) -> Choice | None:
-    """Sources for all instances, assigned block by block; None where that leaves some rank too much."""
-    cell = np.concatenate([ask.receives.cell for ask in asks])
-    column = np.concatenate([ask.columns(reach) for ask in asks])
-    weight = np.concatenate([ask.weight for ask in asks])
-    block, pool = _blocks(pair, sources, asks), reach.pool(cell, column)
-    number = turns(np.arange(others.shape[0], dtype=np.int64), pair.layers.shape[0])
-    choice = assign_blocks(reach.pools, pool, weight, block, others, number)
-    entry = reach.entry(cell, column, choice)
-    pool_bytes, rank_bytes = loads_of(reach.pools, pool, sources.rank[entry], weight, block, others.shape)
-    if not balanced(reach.pools, pool_bytes, rank_bytes):
-        return None
-    ends = np.cumsum([ask.weight.shape[0] for ask in asks])[:-1]
-    return Choice(np.split(entry, ends), pool_bytes, rank_bytes)
-
-
-def _blocks(pair: JoinedPair, sources: Sources, asks: list[Asks]) -> IntArray:
-    """The block of each send of all instances."""
-    layers, layer = pair.layers.shape[0], pair.layer[sources.cells.key]
-    return np.concatenate([ask.number * layers + layer[ask.receives.cell] for ask in asks])
-
-
-def loads_of(
-    pools: Pools, pool: IntArray, rank: IntArray, weight: IntArray, block: IntArray, shape: tuple[int, ...]
-) -> tuple[FloatArray, FloatArray]:
-    """Bytes of each block by pool and by rank: (blocks, pools) and (blocks, world) for `shape` = (blocks, world)."""
-    return sums(block, pool, weight, (shape[0], len(pools))), sums(block, rank, weight, shape)
-
-
-def balanced(pools: Pools, asked: FloatArray, sent: FloatArray) -> bool:
-    """True if the busiest rank has little more than the least that it could have."""
-    _, bound = level(pools, asked.sum(axis=0), sent.shape[1])
-    return bool(sent.sum(axis=0).max(initial=0.0) <= _BALANCED * bound)
-
-
-def _route(
-    pair: JoinedPair,
-    sources: Sources,
-    reach: Reach,
-    asks: list[Asks],
-    block_choice: Choice | None,
-    machine: Machine | None,
-) -> tuple[Choice, Operations]:
-    """Routes all instances together: boxes are cut between holders, or relayed where that beats `block_choice`."""
-    needs = _needs(sources, reach, asks)
-    direct = None if block_choice is None else np.concatenate(block_choice.entry)
-    routes = route(sources, reach, needs, pair.trainer.world, machine, direct)
-    first = np.append(0, np.cumsum([ask.weight.shape[0] for ask in asks]))
+def _operations(
+    pair: JoinedPair, sources: Sources, asks: list[_Asks], hosts: Hosts | None, topology: Topology | None
+) -> Operations:
+    """Chooses a source for every box that an instance receives, for all instances together."""
+    reach = Reach(sources, [ask.side.world for ask in asks], hosts)
+    routes = route(sources, reach, _needs(reach, asks), pair.trainer.world, _machine(asks, hosts, topology))
+    first = np.append(0, np.cumsum([ask.receives.sends.shape[0] for ask in asks]))
     bounds = np.searchsorted(routes.need, first).tolist()
-    operations = [
-        routed_rows(ask.number, ask.side, ask.receives, routes.between(*span), int(first[ask.number]))
+    copies = sum(int(np.count_nonzero(ask.receives.kind == Kind.COPY)) for ask in asks)
+    rows = (
+        instance_rows(ask.number, ask.side, ask.receives, routes.between(*span), int(first[ask.number]))
         for ask, span in zip(asks, pairwise(bounds), strict=True)
-    ]
-    send_rows = np.flatnonzero(routes.src_instance == TRAINER)
-    need = routes.need[send_rows]
-    weight = volumes(np.take(routes.size, send_rows, axis=0)) * needs.itemsize[need]
-    shape = len(asks) * pair.layers.shape[0], pair.trainer.world
-    block, pool = _blocks(pair, sources, asks)[need], reach.pool(needs.cell, needs.column)[need]
-    loads = loads_of(reach.pools, pool, routes.src_rank[send_rows], weight, block, shape)
-    return Choice([], *loads), join_rows(Operations, operations)
+    )
+    return join_made(Operations, routes.need.shape[0] + copies, rows)
 
 
-def _machine(asks: list[Asks], hosts: Hosts | None, topology: Topology | None) -> Machine | None:
+def _machine(asks: list[_Asks], hosts: Hosts | None, topology: Topology | None) -> Machine | None:
     """The machine by which relays are weighed; None without hosts or topology."""
     if hosts is None or topology is None:
         return None
@@ -318,20 +159,18 @@ def _machine(asks: list[Asks], hosts: Hosts | None, topology: Topology | None) -
     return Machine(topology, hosts, copied_bytes)
 
 
-def _needs(sources: Sources, reach: Reach, asks: list[Asks]) -> Needs:
-    cell = np.concatenate([ask.receives.cell for ask in asks])
-    row = [ask.receives.row[ask.receives.sends] for ask in asks]
-    offset = np.concatenate([np.take(ask.receives.offset, ask.receives.sends, axis=0) for ask in asks])
-    size = np.concatenate([np.take(ask.receives.size, ask.receives.sends, axis=0) for ask in asks])
-    dtype = np.concatenate([ask.side.dtype[sources.cells.key[ask.receives.cell]] for ask in asks])
+def _needs(reach: Reach, asks: list[_Asks]) -> Needs:
+    """The boxes that all instances receive, one instance after the other."""
+    rank = [ask.side.rank[ask.rows] for ask in asks]
+    dtype = np.concatenate([ask.dtype for ask in asks])
     return Needs(
-        cell=cell,
-        column=np.concatenate([ask.columns(reach) for ask in asks]),
-        instance=np.repeat([ask.number for ask in asks], [ask.weight.shape[0] for ask in asks]),
-        rank=np.concatenate([ask.side.rank[rows] for ask, rows in zip(asks, row, strict=True)]),
-        region=np.concatenate([ask.side.region[rows] for ask, rows in zip(asks, row, strict=True)]),
-        offset=offset,
-        size=size,
+        cell=np.concatenate([ask.receives.cell for ask in asks]),
+        column=np.concatenate([reach.columns(ask.number, ranks) for ask, ranks in zip(asks, rank, strict=True)]),
+        instance=np.repeat([ask.number for ask in asks], [ranks.shape[0] for ranks in rank]),
+        rank=np.concatenate(rank),
+        region=np.concatenate([ask.side.region[ask.rows] for ask in asks]),
+        offset=np.concatenate([np.take(ask.receives.offset, ask.receives.sends, axis=0) for ask in asks]),
+        size=np.concatenate([np.take(ask.receives.size, ask.receives.sends, axis=0) for ask in asks]),
         dtype=dtype,
         itemsize=ITEMSIZE[dtype],
     )

@@ -1,7 +1,6 @@
 """Boxes that the ranks of an instance receive, whoever sends them: slots bound to the trainer's cells.
 
-This is the part of a plan that depends on the expert placement. It is worked out for all rows of a side or for those of
-some layers alone, with the same result for each layer.
+This is the part of a plan that depends on the expert placement.
 """
 
 from __future__ import annotations
@@ -39,26 +38,18 @@ class Receives:
     cell: IntArray
 
 
-def cells_of(side: JoinedRanks, rows: IntArray | None, label: Callable[[int], str]) -> Cells:
-    """The cells of some rows of a side, or of all; their `row` counts in the whole side."""
-    if rows is None:
-        return decompose(side.tensor, side.offset, side.size, label)
-    cells = decompose(side.tensor[rows], np.take(side.offset, rows, axis=0), np.take(side.size, rows, axis=0), label)
-    return Cells(cells.key, cells.offset, cells.size, cells.start, rows[cells.row])
+def cells_of(side: JoinedRanks, label: Callable[[int], str]) -> Cells:
+    """The cells of all rows of a side."""
+    return decompose(side.tensor, side.offset, side.size, label)
 
 
-def bind(side: JoinedRanks, rows: IntArray | None, cells: Cells, tensors: int, label: Callable[[int], str]) -> Receives:
+def bind(side: JoinedRanks, cells: Cells, tensors: int, label: Callable[[int], str]) -> Receives:
     """Binds regions to cells: a rank receives each of its cells once, into its first region, and copies it to others.
 
-    `rows` are the rows of the side to bind, None for all; `cells` the trainer's, of `tensors` tensors.
+    `cells` are the trainer's, of `tensors` tensors.
     """
-    if rows is None:
-        boxes = decompose(side.rank * tensors + side.tensor, side.offset, side.size, label)
-        row = boxes.row
-    else:
-        key = side.rank[rows] * tensors + side.tensor[rows]
-        boxes = decompose(key, np.take(side.offset, rows, axis=0), np.take(side.size, rows, axis=0), label)
-        row = rows[boxes.row]
+    boxes = decompose(side.rank * tensors + side.tensor, side.offset, side.size, label)
+    row = boxes.row
     count = np.diff(boxes.start)
     first = row[boxes.start[:-1]]
     cell, box, offset, size = intersect(
@@ -93,11 +84,8 @@ def plan_order(
     return lex_sort([dst_rank, kind, tensor, *offset.T, dst_region])[0]
 
 
-def digest_rows(index: int, side: JoinedRanks, cells: Cells, number: IntArray | None = None) -> DigestRows:
-    """Digest rows of an instance: its regions, cut into cells where they overlap partly, by (rank, region, cell).
-
-    `number` are the numbers of the cells, if they are not counted from 0.
-    """
+def digest_rows(index: int, side: JoinedRanks, cells: Cells) -> DigestRows:
+    """Digest rows of an instance: its regions, cut into cells where they overlap partly, by (rank, region, cell)."""
     order, _ = lex_sort([cells.row])
     cell, row = cells.cell[order], cells.row[order]
     tensor = cells.key[cell]
@@ -109,5 +97,5 @@ def digest_rows(index: int, side: JoinedRanks, cells: Cells, number: IntArray | 
         np.take(cells.offset, cell, axis=0),
         np.take(cells.size, cell, axis=0),
         side.dtype[tensor],
-        cell if number is None else number[cell],
+        cell,
     )

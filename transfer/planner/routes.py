@@ -82,17 +82,15 @@ def route(
     needs: Needs,
     world: int,
     machine: Machine | None = None,
-    direct: IntArray | None = None,
 ) -> Routes:
     """Chooses among the holders in reach, and relays where they are faster. `world` counts trainer ranks.
 
-    Relays need a `machine`, and have to be faster than the plan without relays. That plan is `direct`, for each need
-    the entry of `Sources.rank` that sends it whole. Without `direct` it is made here.
+    Relays need a `machine`, and have to be faster than the plan without relays.
     """
     router = _Router(sources, reach, needs, world)
     if machine is None:
         return router.routes(np.full(needs.cell.shape[0], DIRECT, dtype=np.int64))
-    return router.best(machine, direct)
+    return router.best(machine)
 
 
 class _Router:
@@ -100,7 +98,7 @@ class _Router:
         self._sources, self._reach, self._needs, self._world = sources, reach, needs, world
         self._pools, self._pool = reach.pools, reach.pool(needs.cell, needs.column)
 
-    def best(self, machine: Machine, direct: IntArray | None) -> Routes:
+    def best(self, machine: Machine) -> Routes:
         """The routes that take the least time; of those about as fast the ones tried first."""
         n, hosts, latency = self._needs, machine.hosts, machine.topology.latency_us * 1e-6
         number = hosts.number(n.instance, n.rank)
@@ -109,9 +107,6 @@ class _Router:
         scope = np.zeros_like(n.instance) if machine.topology.between_instances else n.instance
         groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, is_local)
         best: tuple[float, Routes] | None = None
-        if direct is not None:
-            routes = self._whole(direct)
-            best = self._seconds(routes, machine) + latency, routes
         parents: list[IntArray] = []
         for inside, between in SHAPES:
             parent = groups.parents(inside, between)
@@ -133,14 +128,6 @@ class _Router:
         loads = link_bytes(hosts, source, target, nbytes)
         loads[Link.MEMORY] += 2 * machine.copied
         return float(link_seconds(machine.topology, hosts, loads).max(initial=0.0))
-
-    def _whole(self, entry: IntArray) -> Routes:
-        """Sends of all needs whole, from `entry` (needs,) of `Sources.rank`."""
-        n = self._needs
-        count = entry.shape[0]
-        kind, instance = np.full(count, Kind.SEND, dtype=np.int64), np.full(count, TRAINER, dtype=np.int64)
-        rank, region = self._sources.rank[entry], self._sources.region[entry]
-        return Routes(np.arange(count, dtype=np.int64), kind, instance, rank, region, n.offset, n.size)
 
     def routes(self, parent: IntArray) -> Routes:
         """Sends of the items without a parent, relays of the others."""

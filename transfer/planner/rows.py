@@ -6,32 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.layout.joined import JoinedRanks
 from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, join_rows
-from weightcast.transfer.planner.holders import Sources
 from weightcast.transfer.planner.receives import Receives, plan_order
 from weightcast.transfer.planner.routes import Routes
 
-__all__ = ["direct_rows", "routed_rows"]
+__all__ = ["instance_rows"]
 
 
-def direct_rows(index: int, side: JoinedRanks, receives: Receives, sources: Sources, entry: IntArray) -> Operations:
-    """Rows of an instance that receives whole boxes, from entries `entry` (sends,) of `Sources.rank`, with copies."""
-    rows = _rows(index, side, receives)
-    rows.src_instance[receives.sends] = TRAINER
-    rows.src_rank[receives.sends], rows.src_region[receives.sends] = sources.rank[entry], sources.region[entry]
-    return rows
-
-
-def routed_rows(index: int, side: JoinedRanks, receives: Receives, routes: Routes, first: int) -> Operations:
+def instance_rows(index: int, side: JoinedRanks, receives: Receives, routes: Routes, first: int) -> Operations:
     """Rows of an instance that receives boxes, whole or in parts, from trainer ranks or relays, with copies.
 
     The instance's sends are the needs from `first` on.
     """
     rows = _rows(index, side, receives)
+    sends = receives.sends
+    if routes.need.shape == sends.shape and (routes.kind == Kind.SEND).all():  # whole boxes, in the order of the plan
+        rows.src_instance[sends] = TRAINER
+        rows.src_rank[sends], rows.src_region[sends] = routes.src_rank, routes.src_region
+        return rows
     arrivals = replace(
-        rows.take(receives.sends[routes.need - first]),
+        rows.take(sends[routes.need - first]),
         kind=routes.kind,
         src_instance=routes.src_instance,
         src_rank=routes.src_rank,

@@ -14,8 +14,6 @@ from weightcast.transfer.layout.dtypes import NAMES, dtype_name
 from weightcast.transfer.layout.joined import JoinedPair, JoinedRanks
 from weightcast.transfer.plan.operations import TRAINER, DigestRows, TransferPlan
 from weightcast.transfer.plan.proof.tiling import (
-    EVERYTHING,
-    Scope,
     box_text,
     filled,
     outside,
@@ -29,19 +27,19 @@ from weightcast.transfer.plan.proof.tiling import (
 __all__ = ["check_digests"]
 
 
-def check_digests(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
+def check_digests(plan: TransferPlan, pair: JoinedPair) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
     proofs: dict[tuple[str, ...], DigestRows] = {}
     side_rows = [
         rows_at(plan.digests, rows) for rows in spans(plan.digests.instance, TRAINER, len(pair.instances) - TRAINER)
     ]
-    for index, (side, rows) in enumerate(zip(pair.instances, side_rows[1:], strict=True)):
+    for side, rows in zip(pair.instances, side_rows[1:], strict=True):
         twin = proofs.get(side.fingerprints)
-        if scope.has(index) and not (twin and same_columns(rows, twin, DigestRows.__slots__[1:])):
-            _Side(plan, side, rows, scope).check_instance()
+        if not (twin and same_columns(rows, twin, DigestRows.__slots__[1:])):
+            _Side(plan, side, rows).check_instance()
             proofs[side.fingerprints] = rows
-    _Side(plan, pair.trainer, side_rows[0], scope).check_trainer(pair)
+    _Side(plan, pair.trainer, side_rows[0]).check_trainer(pair)
 
 
 def _check_ranges(plan: TransferPlan) -> None:
@@ -62,8 +60,8 @@ def _check_ranges(plan: TransferPlan) -> None:
 class _Side:
     """The digest rows of one side, under proof."""
 
-    def __init__(self, plan: TransferPlan, side: JoinedRanks, rows: DigestRows, scope: Scope) -> None:
-        self.plan, self.side, self.rows, self.scope = plan, side, rows, scope
+    def __init__(self, plan: TransferPlan, side: JoinedRanks, rows: DigestRows) -> None:
+        self.plan, self.side, self.rows = plan, side, rows
         self.row, valid = region_rows(side, rows.rank, rows.region)
         bad = outside(side, self.row, valid, (rows.tensor, rows.offset, rows.size))
         if bad.any():
@@ -86,8 +84,8 @@ class _Side:
         if bad.any():
             at = int(bad.argmax())
             self._fail(at, f"is in {dtype_name(int(rows.dtype[at]))}, which is not the dtype there")
-        self._check_regions(np.arange(len(rows), dtype=np.int64), self.scope.tensors)
-        self._check_cells(self._distinct_cells(), self.scope.wanted(side.holds))
+        self._check_regions(np.arange(len(rows), dtype=np.int64), None)
+        self._check_cells(self._distinct_cells(), side.holds)
 
     def _distinct_cells(self) -> IntArray:
         """The first row of each cell, proven to be the same box as the others of the cell."""
@@ -104,12 +102,11 @@ class _Side:
         """Equal cells are equal boxes, and cells tile every tensor in each dtype in which an instance has it."""
         cell_rows = self._distinct_cells()
         demand = np.zeros((len(NAMES), len(self.plan.tensors)), dtype=np.bool_)
-        scope_tensors = np.arange(demand.shape[1]) if self.scope.tensors is None else np.flatnonzero(self.scope.tensors)
         for side in pair.instances:
-            tensors = scope_tensors[side.holds[scope_tensors]]
+            tensors = np.flatnonzero(side.holds)
             demand[side.dtype[tensors], tensors] = True
         row_counts = np.bincount(self.rows.dtype, minlength=len(NAMES))
-        for dtype in np.flatnonzero(demand[:, scope_tensors].any(axis=1) | (row_counts > 0)).tolist():
+        for dtype in np.flatnonzero(demand.any(axis=1) | (row_counts > 0)).tolist():
             self._check_cells(cell_rows[self.rows.dtype[cell_rows] == dtype], demand[dtype])
             self._check_regions(np.flatnonzero(self.rows.dtype == dtype), demand[dtype])
 

@@ -26,8 +26,6 @@ from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, Trans
 from weightcast.transfer.plan.proof.digests import check_digests
 from weightcast.transfer.plan.proof.relays import check_relays
 from weightcast.transfer.plan.proof.tiling import (
-    EVERYTHING,
-    Scope,
     box_text,
     outside,
     region_rows,
@@ -45,24 +43,22 @@ def check_plan(plan: TransferPlan, trainer: Ranks, instances: Mapping[str, Ranks
     check_joined(plan, join_pair(trainer, instances))
 
 
-def check_joined(plan: TransferPlan, pair: JoinedPair, scope: Scope = EVERYTHING) -> None:
-    """Proves a plan like `check_plan`, for tables that are joined already; `scope` is the part that the plan is for."""
+def check_joined(plan: TransferPlan, pair: JoinedPair) -> None:
+    """Proves a plan like `check_plan`, for tables that are joined already."""
     _check_header(plan, pair)
     _check_ranges(plan)
     proofs: dict[tuple[str, ...], Operations] = {}
     spans_of_instances = spans(plan.operations.instance, 0, len(pair.instances))
     for index, (side, rows) in enumerate(zip(pair.instances, spans_of_instances, strict=True)):
-        if not scope.has(index):
-            continue
         proof = _Instance(plan, pair, index, side, rows_at(plan.operations, rows))
         # What was proved of one instance holds for all with the same tables and the same rows.
         if side.fingerprints in proofs and proof.is_like(proofs[side.fingerprints]):
             proof.check_sources()
         else:
-            proof.check(scope)
+            proof.check()
             proofs[side.fingerprints] = proof.o
     check_relays(plan, pair)
-    check_digests(plan, pair, scope)
+    check_digests(plan, pair)
 
 
 def _check_header(plan: TransferPlan, pair: JoinedPair) -> None:
@@ -126,11 +122,11 @@ class _Instance:
             (self.o.kind == Kind.RELAY).any()
         )
 
-    def check(self, scope: Scope) -> None:
+    def check(self) -> None:
         self.row, self.known = region_rows(self.side, self.o.dst_rank, self.o.dst_region)
         self._destinations()
         self.check_sources()
-        self._tiling(scope)
+        self._tiling()
         self._copies_of_received()
         self._received_once()
 
@@ -176,8 +172,8 @@ class _Instance:
             if bad.any():
                 self._fail(int(rows[bad.argmax()]), "takes what that region does not hold")
 
-    def _tiling(self, scope: Scope) -> None:
-        overlap, gap = tiling_fault(self.side, self.row, self.o.offset, self.o.size, scope.tensors)
+    def _tiling(self) -> None:
+        overlap, gap = tiling_fault(self.side, self.row, self.o.offset, self.o.size)
         if overlap is not None:
             first, second = overlap
             box = box_text(self.o.offset[first], self.o.size[first])

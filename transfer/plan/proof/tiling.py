@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,8 +13,6 @@ from weightcast.transfer.layout.joined import JoinedRanks
 from weightcast.transfer.plan.operations import Rows
 
 __all__ = [
-    "EVERYTHING",
-    "Scope",
     "box_text",
     "filled",
     "outside",
@@ -25,25 +22,6 @@ __all__ = [
     "spans",
     "tiling_fault",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """The scope of a plan: `tensors` (T,) and `instances`, None for all of them."""
-
-    tensors: BoolArray | None = None
-    instances: frozenset[int] | None = None
-
-    def has(self, instance: int) -> bool:
-        """True if an instance is in the scope."""
-        return self.instances is None or instance in self.instances
-
-    def wanted(self, held: BoolArray) -> BoolArray:
-        """(T,) the tensors of the scope among those held."""
-        return held if self.tensors is None else held & self.tensors
-
-
-EVERYTHING = Scope()
 
 
 def region_rows(side: JoinedRanks, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
