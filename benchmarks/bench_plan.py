@@ -179,15 +179,16 @@ def gateway(case: Case, encoded: Encoded, repeat: int) -> Measured:
 
 def all_parts(parts: PlanParts, plan: TransferPlan) -> int:
     made = 0
-    for name, world in zip(plan.instances, plan.instance_world, strict=True):
-        made += len([parts.instance_part(name, rank) for rank in range(world)])
-        made += len([parts.trainer_part(name, rank) for rank in parts.trainer_ranks(name)])
+    for party in plan.instances:
+        made += len([parts.instance_part(party.name, rank) for rank in range(party.world)])
+        made += len([parts.trainer_part(party.name, rank) for rank in parts.trainer_ranks(party.name)])
     return made
 
 
 def _wire(m: Measured, encoded: Encoded, plan: TransferPlan) -> None:
-    parts, name = PlanParts(plan, 64 << 20), plan.instances[0]
-    made = [parts.instance_part(name, rank) for rank in range(plan.instance_world[0])]
+    parts, party = PlanParts(plan, 64 << 20), plan.instances[0]
+    name = party.name
+    made = [parts.instance_part(name, rank) for rank in range(party.world)]
     made += [parts.trainer_part(name, rank) for rank in parts.trainer_ranks(name)]
     data = [encode_part(part) for part in made]
     largest = max(data, key=len)

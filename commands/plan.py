@@ -197,9 +197,9 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked: bool) -> str:
     rows: list[tuple[str, ...]] = [("rank", "bytes sent", "bytes received", "bytes copied")]
     rows += [(f"trainer {rank}", f"{nbytes:,}", "", "") for rank, nbytes in enumerate(traffic.trainer_sent.tolist())]
-    for name, *columns in zip(plan.instances, traffic.sent, traffic.received, traffic.copied, strict=True):
+    for party, *columns in zip(plan.instances, traffic.sent, traffic.received, traffic.copied, strict=True):
         for rank, numbers in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-            rows.append((f"{name} {rank}", *(f"{number:,}" if number else "" for number in numbers)))
+            rows.append((f"{party} {rank}", *(f"{number:,}" if number else "" for number in numbers)))
     lines = _columns(rows)
     lines.append("")
     lines.append(

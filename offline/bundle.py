@@ -233,10 +233,10 @@ def _operation(
     plan: TransferPlan,
     kind: int,
     tensor: int,
-    src_instance: int,
+    src_party: int,
     src_rank: int,
     src_region: int,
-    instance: int,
+    dst_party: int,
     dst_rank: int,
     dst_region: int,
     offset: list[int],
@@ -245,10 +245,10 @@ def _operation(
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"kind": Kind(kind).name.lower(), "tensor": plan.tensors.names[tensor]}
     if kind == Kind.RELAY:
-        record["src_instance"] = plan.instances[src_instance]
+        record["src_instance"] = plan.parties[src_party].name
     if kind != Kind.COPY:
         record["src_rank"] = src_rank
-    record |= {"instance": plan.instances[instance], "dst_rank": dst_rank}
+    record |= {"instance": plan.parties[dst_party].name, "dst_rank": dst_rank}
     if kind == Kind.COPY:
         record["src_region"] = src_region
     return record | {"dst_region": dst_region, "offset": offset[:ndim], "size": size[:ndim]}

@@ -15,7 +15,7 @@ from weightcast.transfer.boxes.arrays import FloatArray, IntArray
 from weightcast.transfer.boxes.columns import lex_sort, ranges, volumes
 from weightcast.transfer.layout.dtypes import ITEMSIZE
 from weightcast.transfer.layout.joined import JoinedPair, Ranks, join_pair
-from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, TransferPlan
+from weightcast.transfer.plan.operations import Kind, Operations, TransferPlan
 from weightcast.transfer.plan.stages import hops
 from weightcast.transfer.planner.holders import find_sources
 from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, Topology, link_bytes, link_seconds
@@ -76,16 +76,12 @@ def simulate(
 ) -> Simulation:
     """Plays a plan for these tables on a topology."""
     o = plan.operations
-    nbytes = volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]]
-    source, target = hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank)
-    loads = link_bytes(hosts, source, target, nbytes)
+    source, target = hosts.number(o.src_party, o.src_rank), hosts.number(o.dst_party, o.dst_rank)
+    loads = link_bytes(hosts, source, target, plan.nbytes)
     seconds = link_seconds(topology, hosts, loads)
     rank_hops = _rank_hops(plan, hosts, target)
-    labels = [f"trainer {rank}" for rank in range(plan.trainer_world)]
-    for name, world in zip(plan.instances, plan.instance_world, strict=True):
-        labels += [f"{name} {rank}" for rank in range(world)]
     return Simulation(
-        labels=tuple(labels),
+        labels=tuple(f"{party} {rank}" for party in plan.parties for rank in range(party.world)),
         first=hosts.first,
         nbytes=loads,
         seconds=seconds,
@@ -110,21 +106,17 @@ def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topolo
     Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
     """
     o = plan.operations
-    transfers = o.take(np.flatnonzero(o.kind != Kind.COPY))
-    target = hosts.number(transfers.instance, transfers.dst_rank)
-    code = plan.instance_dtype[transfers.instance, transfers.tensor]
-    need = np.bincount(target, weights=volumes(transfers.size) * ITEMSIZE[code], minlength=len(hosts))
+    is_copy, nbytes = o.kind == Kind.COPY, plan.nbytes
+    target = hosts.number(o.dst_party, o.dst_rank)
+    copy_bytes = np.bincount(target[is_copy], weights=nbytes[is_copy], minlength=len(hosts))
+    transfers, code, target = o.take(~is_copy), plan.wire_dtype[~is_copy], target[~is_copy]
+    need = np.bincount(target, weights=nbytes[~is_copy], minlength=len(hosts))
     seconds_per_byte = 8e-9 / topology.nic_gbps
     _, host = np.unique(hosts.host, return_inverse=True)
     ranks = np.bincount(host)
     has_peers = ranks[host] > 1
     entry = np.where(has_peers, topology.nic_gbps + topology.nvlink_gbps, topology.nic_gbps)
     bounds = [Bound(float((need * 8e-9 / entry).max(initial=0.0)), "what one rank needs, over all its links")]
-    copy_bytes = np.bincount(
-        hosts.number(o.instance, o.dst_rank)[o.kind == Kind.COPY],
-        weights=(volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]])[o.kind == Kind.COPY],
-        minlength=len(hosts),
-    )
     memory = (need + 2 * copy_bytes).max(initial=0.0) * 8e-9 / topology.memory_gbps
     bounds.append(Bound(float(memory), "what one rank writes to its memory"))
     # Distinct bytes that a host needs, by dtype, less those that a trainer rank on it holds.
@@ -135,7 +127,7 @@ def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topolo
     cell_bytes = (volumes(boxes.size) * ITEMSIZE[boxes.key // tensors % dtypes]).astype(np.float64)
     host_bytes = np.bincount(cell_host, weights=cell_bytes, minlength=ranks.shape[0])
     side = pair.trainer
-    home = host[hosts.number(TRAINER, side.rank)]
+    home = host[hosts.number(0, side.rank)]
     mask = np.isin(home, np.unique(cell_host))
     if mask.any():
         holdings = decompose(home[mask] * tensors + side.tensor[mask], side.offset[mask], side.size[mask])
@@ -148,7 +140,7 @@ def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topolo
             minlength=ranks.shape[0],
         )  # fmt: skip
     receivers = np.zeros(ranks.shape[0], dtype=np.int64)
-    inference = np.arange(len(hosts)) >= plan.trainer_world
+    inference = np.arange(len(hosts)) >= plan.trainer.world
     receivers += np.bincount(host[inference], minlength=ranks.shape[0])
     nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
     bounds.append(
@@ -168,7 +160,7 @@ def _once(moved: Operations, code: IntArray, pair: JoinedPair, hosts: Hosts, top
     tensors = len(pair.tensors)
     side = pair.trainer
     homes = np.unique(hosts.host[: side.world])
-    rows = np.flatnonzero(~np.isin(hosts.host[hosts.number(moved.instance, moved.dst_rank)], homes))
+    rows = np.flatnonzero(~np.isin(hosts.host[hosts.number(moved.dst_party, moved.dst_rank)], homes))
     boxes = decompose(
         code[rows] * tensors + moved.tensor[rows], np.take(moved.offset, rows, axis=0),
         np.take(moved.size, rows, axis=0),

@@ -19,12 +19,12 @@ import numpy as np
 from weightcast.gateway.records import DigestCounts, NonFinite
 from weightcast.transfer.boxes.arrays import DigestArray, IntArray
 from weightcast.transfer.digest.residues import add_runs, subtract
-from weightcast.transfer.errors import DigestMismatchError, LayoutError, WeightsChangedError
+from weightcast.transfer.errors import DigestMismatchError, WeightsChangedError
 from weightcast.transfer.layout.dtypes import dtype_name
 from weightcast.transfer.layout.summaries import number_ranges
 from weightcast.transfer.layout.tables import NO_SLOT
 from weightcast.transfer.plan.digest_report import DigestReport
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, TransferPlan
+from weightcast.transfer.plan.operations import DigestRows, TransferPlan
 
 __all__ = ["DigestCheck"]
 
@@ -53,13 +53,11 @@ class DigestCheck:
         table, for messages and counts.
 
         Raises DigestMismatchError naming tensor, instance, rank, region and slot, the expected and the found digest.
-        Raises LayoutError for an instance that the plan lacks.
+        Raises PlanError for an instance that the plan lacks.
         """
         plan = self._plan
-        if instance not in plan.instances:
-            raise LayoutError(f"the plan has no instance {instance!r}; it has {', '.join(plan.instances)}")
         reference = self._gathered(trainer)
-        side = _gather(plan, plan.instances.index(instance), instance, reports, slots)
+        side = _gather(plan, plan.number(instance), instance, reports, slots)
         _check_replicas(side, reference.sums)
         _check_sums(reference.side, side, reference.sums)
         return _counts(side)
@@ -105,7 +103,7 @@ class DigestCheck:
                 counts.setdefault(key, {}).setdefault(int(rows.cell[row]), {})[rank] = numbers
         if not counts:
             return ()
-        instance_rows = plan.digests.between(*self._between(plan.instances.index(instance)))
+        instance_rows = plan.digests.between(*self._between(plan.number(instance)))
         keys = set(zip(instance_rows.tensor.tolist(), instance_rows.dtype.tolist(), strict=True))
         entries = []
         for tensor, dtype in sorted(counts.keys() & keys):
@@ -115,14 +113,14 @@ class DigestCheck:
             entries.append(NonFinite(plan.tensors.names[tensor], dtype_name(dtype), nan, inf, overflow, ranks))
         return tuple(entries)
 
-    def _between(self, index: int) -> tuple[int, int]:
-        """Bounds of the digest rows of an instance, or of the trainer: the first, and one past the last."""
-        start, stop = np.searchsorted(self._plan.digests.instance, (index, index + 1)).tolist()
+    def _between(self, party: int) -> tuple[int, int]:
+        """Bounds of the digest rows of a party: the first, and one past the last."""
+        start, stop = np.searchsorted(self._plan.digests.party, (party, party + 1)).tolist()
         return start, stop
 
     def _rows_of(self, rank: int) -> DigestRows:
         """The digest rows of a trainer rank, in the order of its report."""
-        rows = self._plan.digests.between(*self._between(TRAINER))
+        rows = self._plan.digests.between(*self._between(0))
         return rows.take(np.flatnonzero(rows.rank == rank))
 
     def _gathered(self, trainer: Mapping[int, DigestReport]) -> _Sent:
@@ -130,7 +128,7 @@ class DigestCheck:
         with self._lock:
             reference = self._sent
             if reference is None or reference.reports.keys() != trainer.keys() or not reference.same(trainer):
-                side = _gather(self._plan, TRAINER, None, trainer, None)
+                side = _gather(self._plan, 0, None, trainer, None)
                 reference = _Sent(dict(trainer), side, _sums(side))
                 _check_replicas(side, reference.sums)
                 self._sent = reference
@@ -184,13 +182,13 @@ class _Sent:
 
 def _gather(
     plan: TransferPlan,
-    index: int,
+    party: int,
     instance: str | None,
     reports: Mapping[int, DigestReport],
     slots: Mapping[int, IntArray] | None,
 ) -> _Side:
     """The rows of one side with the digests of its ranks. Raises DigestMismatchError for a report that does not fit."""
-    rows = plan.digests.between(*np.searchsorted(plan.digests.instance, (index, index + 1)).tolist())
+    rows = plan.digests.between(*np.searchsorted(plan.digests.party, (party, party + 1)).tolist())
     by_rank = np.argsort(rows.rank, kind="stable")
     ranks, start = np.unique(rows.rank[by_rank], return_index=True)
     digest = np.empty(len(rows), dtype=np.uint64)

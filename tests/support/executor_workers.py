@@ -278,12 +278,13 @@ def feed_three_instances(
         source, targets, shapes, plan, bucket = three_instances(seed, worlds)
         made = PlanParts(plan, bucket)
         if rank < TRAINERS:
-            parts = [made.trainer_part(n, rank) for n in plan.instances if rank in made.trainer_ranks(n)]
+            names = [party.name for party in plan.instances if rank in made.trainer_ranks(party.name)]
+            parts = [made.trainer_part(name, rank) for name in names]
             layout, target = source.layouts[rank], None
         else:
             index = int(np.searchsorted(np.cumsum(worlds), rank - TRAINERS, side="right"))
             target, own = targets[index], rank - TRAINERS - sum(worlds[:index])
-            parts, layout = [made.instance_part(plan.instances[index], own)], target.layouts[own]
+            parts, layout = [made.instance_part(plan.instances[index].name, own)], target.layouts[own]
         groups = [group_of(port, p.group_rank, member_labels(p), f"{seed} {p.instance}") for p in parts]
         executors = [Executor(part, layout, group) for part, group in zip(parts, groups, strict=True)]
         for version in (1, 2):

@@ -9,7 +9,7 @@ import numpy as np
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.boxes.columns import pad_boxes
 from weightcast.transfer.layout.tables import RegionTable, TensorTable
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, RankPart
 
 __all__ = ["make_parts"]
 
@@ -43,8 +43,8 @@ def make_parts(
         else:
             mine = np.flatnonzero(ops.dst_rank == rank)
         return RankPart(
-            name, 0, is_trainer, rank, senders, len(instance), table.fingerprint, tensors, ops.take(mine), wire[mine],
-            nothing, bucket_bytes,
+            name, 1, int(not is_trainer), rank, senders, len(instance), table.fingerprint, tensors, ops.take(mine),
+            wire[mine], nothing, bucket_bytes,
         )  # fmt: skip
 
     return (
@@ -64,7 +64,7 @@ def _received(
         low, size = _box(table, i, width)
         key = (region.tensor, region.offset, region.size)
         if key in first:
-            rows.append((Kind.COPY, tensor, 0, rank, first[key], 0, rank, i, low.tolist(), size.tolist()))
+            rows.append((Kind.COPY, tensor, 1, rank, first[key], 1, rank, i, low.tolist(), size.tolist()))
             continue
         first[key] = i
         cells: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
@@ -79,7 +79,7 @@ def _received(
                     cells.setdefault((tuple(begin.tolist()), tuple(extent.tolist())), []).append((source, j))
         for turn, ((begin_, extent_), holders) in enumerate(sorted(cells.items())):
             source, j = holders[(turn + i + rank) % len(holders)]
-            rows.append((Kind.SEND, tensor, TRAINER, source, j, 0, rank, i, list(begin_), list(extent_)))
+            rows.append((Kind.SEND, tensor, 0, source, j, 1, rank, i, list(begin_), list(extent_)))
     return rows
 
 

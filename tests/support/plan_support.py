@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.layout.tables import Region, RegionTable, TensorSpec
-from weightcast.transfer.plan.operations import TRAINER, Kind, TransferPlan
+from weightcast.transfer.plan.operations import Kind, TransferPlan
 
 Ranks = list[list[Region]]
 
@@ -28,9 +28,9 @@ class PairLayout:
             name: tables_of(self.specs | self.casts.get(name, {}), ranks) for name, ranks in self.instances.items()
         }
 
-    def dtype_of(self, plan: TransferPlan, instance: int, tensor: str) -> str:
+    def dtype_of(self, plan: TransferPlan, party: int, tensor: str) -> str:
         """In which dtype an instance has a tensor."""
-        name = plan.instances[instance]
+        name = plan.parties[party].name
         return self.casts.get(name, {}).get(tensor, self.specs[tensor]).dtype
 
 
@@ -132,13 +132,13 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
     number = {name: np.arange(int(np.prod(s.shape, dtype=np.int64))).reshape(s.shape) for name, s in pair.specs.items()}
     memory = {
         (i, rank, k): np.full(region.size, -1, dtype=np.int64)
-        for i, name in enumerate(plan.instances)
-        for rank, rows in enumerate(pair.instances[name])
+        for i, party in enumerate(plan.instances, start=1)
+        for rank, rows in enumerate(pair.instances[party.name])
         for k, region in enumerate(rows)
     }
 
-    def region_at(instance: int, rank: int, k: int) -> Region:
-        return (pair.trainer if instance == TRAINER else pair.instances[plan.instances[instance]])[rank][k]
+    def region_at(party: int, rank: int, k: int) -> Region:
+        return (pair.instances[plan.parties[party].name] if party else pair.trainer)[rank][k]
 
     received = defaultdict(int)
     seen: dict[tuple[int, int, str], np.ndarray] = {}
@@ -151,9 +151,9 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
         offset, size = o.offset[row, :ndim], o.size[row, :ndim]
         assert (o.offset[row, ndim:] == 0).all()
         assert (o.size[row, ndim:] == 1).all()
-        held = (int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row]))
+        held = (int(o.src_party[row]), int(o.src_rank[row]), int(o.src_region[row]))
         source = region_at(*held)
-        key = (int(o.instance[row]), int(o.dst_rank[row]), int(o.dst_region[row]))
+        key = (int(o.dst_party[row]), int(o.dst_rank[row]), int(o.dst_region[row]))
         target = region_at(*key)
         for region in (source, target):
             assert region.tensor == name
@@ -161,7 +161,7 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
                 a <= b and b + n <= a + m for a, m, b, n in zip(region.offset, region.size, offset, size, strict=True)
             )
         if o.kind[row] == Kind.SEND:
-            assert held[0] == TRAINER
+            assert held[0] == 0
             values = number[name][_slices(offset, size)]
         else:
             assert (held[:2] == key[:2]) == (o.kind[row] == Kind.COPY)
@@ -188,9 +188,9 @@ def judge(pair: PairLayout, plan: TransferPlan) -> dict[str, int]:
     copies = np.flatnonzero(o.kind == Kind.COPY).tolist()
     ready = {key: array.copy() for key, array in memory.items()}
     for row in copies:
-        source = region_at(int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row]))
+        source = region_at(int(o.src_party[row]), int(o.src_rank[row]), int(o.src_region[row]))
         ndim = len(source.offset)
-        held = ready[int(o.src_instance[row]), int(o.src_rank[row]), int(o.src_region[row])]
+        held = ready[int(o.src_party[row]), int(o.src_rank[row]), int(o.src_region[row])]
         part = held[_slices(o.offset[row, :ndim] - source.offset, o.size[row, :ndim])]
         assert (part != -1).all(), f"operation {row} copies what was not received"
         assert play(row)
@@ -215,7 +215,7 @@ def _judge_digests(pair: PairLayout, plan: TransferPlan, region_at) -> None:
         name = plan.tensors.names[int(d.tensor[row])]
         shape = pair.specs[name].shape
         offset, size = d.offset[row, : len(shape)], d.size[row, : len(shape)]
-        key = (int(d.instance[row]), int(d.rank[row]), int(d.region[row]))
+        key = (int(d.party[row]), int(d.rank[row]), int(d.region[row]))
         region = region_at(*key)
         assert region.tensor == name
         count = regions.setdefault(key, np.zeros(region.size, dtype=int))
@@ -232,13 +232,13 @@ def _judge_digests(pair: PairLayout, plan: TransferPlan, region_at) -> None:
         whole = logical.setdefault((key[0], name, int(d.dtype[row])), np.zeros(shape, dtype=int))
         whole[_slices(offset, size)] += 1
     assert all((whole == 1).all() for whole in logical.values())
-    for index, instance in enumerate(plan.instances):
-        for rank, rows in enumerate(pair.instances[instance]):
+    for index, party in enumerate(plan.instances, start=1):
+        for rank, rows in enumerate(pair.instances[party.name]):
             for k, region in enumerate(rows):
                 if np.prod(region.size, dtype=np.int64):
                     assert (regions[index, rank, k] == 1).all()
         for row, name in enumerate(plan.tensors.names):
             if np.prod(pair.specs[name].shape, dtype=np.int64):
-                dtype = int(plan.instance_dtype[index, row])
+                dtype = int(party.dtype[row])
                 assert (index, name, dtype) in logical
-                assert (TRAINER, name, dtype) in logical
+                assert (0, name, dtype) in logical

@@ -166,14 +166,21 @@ Ranks: TypeAlias = "JoinedRanks | Sequence[RegionTable]"
 
 @dataclass(frozen=True)
 class JoinedPair:
-    """The trainer, the instances, and the logical tensors of both: `tensors` has the trainer's dtypes.
+    """The logical tensors of a pair, in the trainer's dtypes, and its sides: the trainer, then each instance.
 
     Tensors are ordered by the layer in their names, those without one first.
     """
 
     tensors: TensorTable
-    trainer: JoinedRanks
-    instances: tuple[JoinedRanks, ...]
+    sides: tuple[JoinedRanks, ...]
+
+    @property
+    def trainer(self) -> JoinedRanks:
+        return self.sides[0]
+
+    @property
+    def instances(self) -> tuple[JoinedRanks, ...]:
+        return self.sides[1:]
 
 
 def join_ranks(name: str, tables: Sequence[RegionTable], catalog: TensorTable | None = None) -> JoinedRanks:
@@ -253,7 +260,7 @@ def join_pair(trainer: Ranks, instances: Mapping[str, Ranks]) -> JoinedPair:
             renumberings[side.fingerprints] = side.renumbered(tensors, pair_row[side_rows[side.fingerprints]])
         twin = renumberings[side.fingerprints]
         sides.append(twin if twin.name == name else twin.renamed(name))
-    return JoinedPair(tensors, sender.renumbered(tensors, pair_row[: len(catalog)]), tuple(sides))
+    return JoinedPair(tensors, (sender.renumbered(tensors, pair_row[: len(catalog)]), *sides))
 
 
 def _everything(

@@ -14,14 +14,13 @@ from typing import TypeVar
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.boxes.columns import volumes
 from weightcast.transfer.errors import PlanError
+from weightcast.transfer.layout.dtypes import ITEMSIZE
 from weightcast.transfer.layout.tables import TensorTable
 from weightcast.transfer.plan.verification import Verify
 
-__all__ = ["TRAINER", "DigestRows", "Kind", "Operations", "RankPart", "Rows", "TransferPlan", "join_made", "join_rows"]
-
-TRAINER = -1
-"""Value of an instance column that means the trainer."""
+__all__ = ["DigestRows", "Kind", "Operations", "Party", "RankPart", "Rows", "TransferPlan", "join_made", "join_rows"]
 
 
 def take_rows(columns: Sequence[IntArray], rows: IntArray) -> list[IntArray]:
@@ -68,31 +67,31 @@ class Kind(IntEnum):
     """Kinds of operations: send, copy and relay."""
 
     SEND = 0
-    """A trainer rank sends a box to an inference rank."""
+    """A rank of the first party, which has the weights, sends a box to a rank of another."""
     COPY = 1
-    """An inference rank copies a box it received into a further region of its own: a replica on the same rank."""
+    """A rank copies a box that it received into a further region of its own: a replica on the same rank."""
     RELAY = 2
-    """An inference rank sends on a box that it received."""
+    """A rank sends on a box that it received."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
     """m operations in columns, all int64, (m,) unless said otherwise.
 
-    `kind`; `tensor` row of the plan's tensors; `src_instance` (TRAINER for sends), `src_rank`, `src_region`;
-    `instance`, `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. For a copy the source instance and rank
-    are the destination's.
+    `kind`; `tensor` row of the plan's tensors; `src_party`, `src_rank`, `src_region`; `dst_party`,
+    `dst_rank`, `dst_region`; `offset` and `size` (m, D), the box. Parties are numbers of the plan's. For a copy the
+    source party and rank are the destination's.
 
-    Rows are sorted by (instance, dst_rank, kind, tensor, offset, dst_region). So the boxes that two ranks exchange are
+    Rows are sorted by (dst_party, dst_rank, kind, tensor, offset, dst_region). So the boxes that two ranks exchange are
     in one order on both sides, and equal instances have equal rows but for their sources.
     """
 
     kind: IntArray
     tensor: IntArray
-    src_instance: IntArray
+    src_party: IntArray
     src_rank: IntArray
     src_region: IntArray
-    instance: IntArray
+    dst_party: IntArray
     dst_rank: IntArray
     dst_region: IntArray
     offset: IntArray
@@ -114,15 +113,15 @@ class Operations:
 class DigestRows:
     """k boxes to digest after an update, in columns, all int64, (k,) unless said otherwise.
 
-    `instance` (TRAINER for the trainer's), `rank`, `region`, `tensor`, `offset` and `size` (k, D), `dtype` code to
+    `party`, `rank`, `region`, `tensor`, `offset` and `size` (k, D), `dtype` code to
     digest in, and `cell`.
 
-    Cells are numbered per side over (tensor, dtype). Rows with the same (instance, cell) hold the same box and must
-    have equal digests. The cells of one (instance, tensor, dtype) are disjoint and cover the tensor. So one digest of
+    Cells are numbered per party over (tensor, dtype). Rows with the same (party, cell) hold the same box and must
+    have equal digests. The cells of one (party, tensor, dtype) are disjoint and cover the tensor. So one digest of
     each cell adds up to the digest of the logical tensor. On the trainer every holder of a cell has a row.
     """
 
-    instance: IntArray
+    party: IntArray
     rank: IntArray
     region: IntArray
     tensor: IntArray
@@ -132,7 +131,7 @@ class DigestRows:
     cell: IntArray
 
     def __len__(self) -> int:
-        return int(self.instance.shape[0])
+        return int(self.party.shape[0])
 
     def take(self, rows: IntArray) -> DigestRows:
         """The rows at `rows` (indices or a mask), in that order."""
@@ -147,9 +146,10 @@ class DigestRows:
 class RankPart:
     """The part of a plan that one rank needs for the updates of one instance.
 
-    `instance` is the instance whose communicator this is; `is_trainer` says on which side the rank is. The communicator
-    numbers the trainer ranks that send to the instance, ascending, then all ranks of the instance, ascending.
-    `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this rank's number.
+    `instance` is the instance whose communicator this is, `instance_party` its number; `party` is that of the rank's
+    side. The communicator numbers the trainer ranks that send to the instance, ascending, then all ranks of the
+    instance, ascending. `trainer_ranks` lists the former, `instance_ranks` counts the latter, `group_rank` is this
+    rank's number.
 
     `operations` are those in which the rank takes part, in the plan's order. `wire_dtype` (len(operations),) is the
     dtype code in which each box travels, the destination's. `stage` (len(operations),) is the stage of each, of
@@ -160,8 +160,8 @@ class RankPart:
     """
 
     instance: str
-    instance_index: int
-    is_trainer: bool
+    instance_party: int
+    party: int
     rank: int
     trainer_ranks: tuple[int, ...]
     instance_ranks: int
@@ -179,6 +179,11 @@ class RankPart:
         """The part with only the operations at `rows`; every member has to leave out the same."""
         stage = None if self.stage is None else self.stage[rows]
         return replace(self, operations=self.operations.take(rows), wire_dtype=self.wire_dtype[rows], stage=stage)
+
+    @property
+    def is_trainer(self) -> bool:
+        """True if the rank is one of those that have the weights, and false for the instance's."""
+        return self.party != self.instance_party
 
     @property
     def most_peers(self) -> int:
@@ -199,22 +204,61 @@ class RankPart:
         return len(self.trainer_ranks) + self.rank
 
 
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One side of a plan: the trainer, whose name is empty, or an instance.
+
+    `dtype` (T,) has the dtype code of each tensor there. `fingerprints` are, by rank, those of the tables planned for.
+    """
+
+    name: str
+    dtype: IntArray
+    fingerprints: tuple[str, ...]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.fingerprints)
+
+    def __str__(self) -> str:
+        return self.name or "trainer"
+
+
 @dataclass(frozen=True)
 class TransferPlan:
     """The whole plan of a pair: every operation, and every box to digest.
 
-    `tensors` has the logical tensors with the trainer's dtype. `instances` are the names in the order of the instance
-    columns. `instance_dtype` (I, T) is the dtype code of each tensor in each instance. `trainer_world` and
-    `instance_world` count ranks. `trainer_fingerprints` and `instance_fingerprints` are, by rank, those of the tables
-    planned for.
+    `tensors` has the logical tensors with the trainer's dtype. `parties` are the sides, in the order of the party
+    columns: first the trainer, which has the weights, then each instance.
     """
 
     tensors: TensorTable
-    instances: tuple[str, ...]
-    instance_dtype: IntArray
-    trainer_world: int
-    instance_world: tuple[int, ...]
-    trainer_fingerprints: tuple[str, ...]
-    instance_fingerprints: tuple[tuple[str, ...], ...]
+    parties: tuple[Party, ...]
     operations: Operations
     digests: DigestRows
+
+    @property
+    def trainer(self) -> Party:
+        return self.parties[0]
+
+    @property
+    def instances(self) -> tuple[Party, ...]:
+        return self.parties[1:]
+
+    def number(self, instance: str) -> int:
+        """The number of an instance among the parties. Raises PlanError naming the instances that there are."""
+        names = [party.name for party in self.parties]
+        if instance not in names[1:]:
+            raise PlanError(f"the plan has no instance {instance!r}; it has {', '.join(names[1:])}")
+        return names.index(instance)
+
+    @property
+    def wire_dtype(self) -> IntArray:
+        """(m,) dtype code in which the box of each operation travels: the destination's."""
+        dtype = np.stack([party.dtype for party in self.parties])
+        return dtype[self.operations.dst_party, self.operations.tensor]
+
+    @property
+    def nbytes(self) -> IntArray:
+        """(m,) bytes of the box of each operation, as it travels."""
+        return np.asarray(volumes(self.operations.size) * ITEMSIZE[self.wire_dtype])

@@ -11,7 +11,7 @@ from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.columns import stable_order
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.tables import TensorTable
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, RankPart, Rows, TransferPlan
+from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, Party, RankPart, Rows, TransferPlan
 from weightcast.transfer.plan.stages import stages
 from weightcast.transfer.plan.verification import Verify
 
@@ -76,19 +76,16 @@ class PlanParts:
     ) -> None:
         self._plan, self._bucket_bytes, self._verify = plan, bucket_bytes, verify
         o, d = plan.operations, plan.digests
-        instances = len(plan.instances)
+        extent = len(plan.parties), max(party.world for party in plan.parties)
         self._relays = _relays(plan)
         self._stage: IntArray | None = None
-        self._stages = np.ones(instances, dtype=np.int64)
+        self._stages = np.ones(len(plan.parties), dtype=np.int64)
         if self._relays is not None:
             self._stage, self._stages = stages(plan)
         sends = np.flatnonzero(o.kind == Kind.SEND)
-        self._sends = _Index(sends, o.src_rank, o.instance, (plan.trainer_world, instances))
-        largest_world = max(plan.instance_world)
-        self._arrivals = _Index(None, o.instance, o.dst_rank, (instances, largest_world))
-        self._digests = _Index(
-            None, d.instance - TRAINER, d.rank, (instances - TRAINER, max(largest_world, plan.trainer_world))
-        )
+        self._sends = _Index(sends, o.src_rank, o.dst_party, (plan.trainer.world, len(plan.parties)))
+        self._arrivals = _Index(None, o.dst_party, o.dst_rank, extent)
+        self._digests = _Index(None, d.party, d.rank, extent)
         self._senders = [tuple(np.flatnonzero(senders).tolist()) for senders in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
         self._numbering = Lock()
@@ -97,7 +94,7 @@ class PlanParts:
 
     def trainer_ranks(self, instance: str) -> tuple[int, ...]:
         """Trainer ranks that send to an instance, ascending."""
-        return self._senders[self._index(instance)]
+        return self._senders[self._plan.number(instance)]
 
     def trainer_part(self, instance: str, rank: int) -> RankPart:
         """Part of a trainer rank for the updates of one instance.
@@ -105,8 +102,8 @@ class PlanParts:
         A rank that sends nothing to the instance has no operations and is not in `trainer_ranks`, but it has its
         digests.
         """
-        index = self._index(instance)
-        self._in_world(rank, self._plan.trainer_world, "the trainer")
+        index = self._plan.number(instance)
+        _check_rank(self._plan.trainer, rank)
         if rank not in self._trainer:
             self._trainer[rank] = self._of_trainer(rank)
         tensor_rows, tensors, digests = self._trainer[rank]
@@ -116,10 +113,10 @@ class PlanParts:
         operations = Operations(
             kind=np.full(count, Kind.SEND, dtype=np.int64),
             tensor=self._renumber(tensor_rows, tensor),
-            src_instance=np.full(count, TRAINER, dtype=np.int64),
+            src_party=np.zeros(count, dtype=np.int64),
             src_rank=np.full(count, rank, dtype=np.int64),
             src_region=o.src_region[rows],
-            instance=np.full(count, index, dtype=np.int64),
+            dst_party=np.full(count, index, dtype=np.int64),
             dst_rank=o.dst_rank[rows],
             dst_region=o.dst_region[rows],
             offset=_take(o.offset, rows),
@@ -127,11 +124,11 @@ class PlanParts:
         )
         return self._part(
             index,
+            0,
             rank,
-            True,
             tensors,
             operations,
-            self._plan.instance_dtype[index, tensor],
+            self._plan.parties[index].dtype[tensor],
             digests,
             self._due(index, rows),
         )
@@ -146,35 +143,25 @@ class PlanParts:
 
     def instance_part(self, instance: str, rank: int) -> RankPart:
         """Part of a rank of an instance, for the updates of that instance."""
-        index = self._index(instance)
         plan = self._plan
-        self._in_world(rank, plan.instance_world[index], instance)
+        index = plan.number(instance)
+        _check_rank(plan.parties[index], rank)
         rows = self._arrivals.find(index, rank)
         if self._relays is not None:
             rows = np.union1d(_numbers(rows), _numbers(self._relays.find(index, rank)))
         operations = _rows_of(plan.operations, rows)
-        digests = _rows_of(plan.digests, self._digests.find(index - TRAINER, rank))
+        digests = _rows_of(plan.digests, self._digests.find(index, rank))
         tensor_rows = self._used(digests.tensor, operations.tensor)
-        wire_dtype = plan.instance_dtype[index, operations.tensor]
+        wire_dtype = plan.parties[index].dtype[operations.tensor]
         operations = replace(operations, tensor=self._renumber(tensor_rows, operations.tensor))
         digests = replace(digests, tensor=self._renumber(tensor_rows, digests.tensor))
         return self._part(
-            index, rank, False, self._own(tensor_rows), operations, wire_dtype, digests, self._due(index, rows)
+            index, index, rank, self._own(tensor_rows), operations, wire_dtype, digests, self._due(index, rows)
         )
 
     def _due(self, index: int, rows: IntArray | slice) -> IntArray | None:
         """The stages of operations of an instance, if it has several."""
         return self._stage[rows] if self._stage is not None and self._stages[index] > 1 else None
-
-    def _index(self, instance: str) -> int:
-        if instance not in self._plan.instances:
-            raise PlanError(f"the plan has no instance {instance!r}, only {', '.join(self._plan.instances)}")
-        return self._plan.instances.index(instance)
-
-    @staticmethod
-    def _in_world(rank: int, world: int, side: str) -> None:
-        if not 0 <= rank < world:
-            raise PlanError(f"the plan has no rank {rank} of {side}, which has {world} ranks")
 
     def _used(self, *tensor: IntArray) -> IntArray:
         """The tensors that rows mention, ascending."""
@@ -204,8 +191,8 @@ class PlanParts:
     def _part(
         self,
         index: int,
+        party: int,
         rank: int,
-        is_trainer: bool,
         tensors: TensorTable,
         operations: Operations,
         wire_dtype: IntArray,
@@ -213,15 +200,14 @@ class PlanParts:
         stage: IntArray | None,
     ) -> RankPart:
         plan = self._plan
-        fingerprints = plan.trainer_fingerprints if is_trainer else plan.instance_fingerprints[index]
         return RankPart(
-            instance=plan.instances[index],
-            instance_index=index,
-            is_trainer=is_trainer,
+            instance=plan.parties[index].name,
+            instance_party=index,
+            party=party,
             rank=rank,
             trainer_ranks=self._senders[index],
-            instance_ranks=plan.instance_world[index],
-            table_fingerprint=fingerprints[rank],
+            instance_ranks=plan.parties[index].world,
+            table_fingerprint=plan.parties[party].fingerprints[rank],
             tensors=tensors,
             operations=operations,
             wire_dtype=wire_dtype,
@@ -239,15 +225,22 @@ def _relays(plan: TransferPlan) -> _Index | None:
     rows = np.flatnonzero(o.kind == Kind.RELAY)
     if not rows.size:
         return None
-    strays = rows[o.src_instance[rows] != o.instance[rows]]
+    strays = rows[o.src_party[rows] != o.dst_party[rows]]
     if strays.size:
         row = int(strays[0])
         raise PlanError(
             f"operation {row} relays {plan.tensors.names[int(o.tensor[row])]!r} from "
-            f"{plan.instances[int(o.src_instance[row])]} to {plan.instances[int(o.instance[row])]}, which share no "
+            f"{plan.parties[int(o.src_party[row])]} to {plan.parties[int(o.dst_party[row])]}, which share no "
             "communicator"
         )
-    return _Index(rows, o.instance, o.src_rank, (len(plan.instances), max(plan.instance_world)))
+    extent = len(plan.parties), max(party.world for party in plan.parties)
+    return _Index(rows, o.dst_party, o.src_rank, extent)
+
+
+def _check_rank(party: Party, rank: int) -> None:
+    if not 0 <= rank < party.world:
+        side = party.name or "the trainer"
+        raise PlanError(f"the plan has no rank {rank} of {side}, which has {party.world} ranks")
 
 
 def _numbers(rows: IntArray | slice) -> IntArray:

@@ -31,9 +31,9 @@ def hops(plan: TransferPlan) -> IntArray:
     if not relays.size:
         return depth
     regions = int(max(o.dst_region.max(), o.src_region.max())) + 1
-    ranks = max(plan.instance_world)
-    target_region = (o.instance * ranks + o.dst_rank) * regions + o.dst_region
-    source_region = (o.src_instance * ranks + o.src_rank) * regions + o.src_region
+    ranks = max(party.world for party in plan.parties)
+    target_region = (o.dst_party * ranks + o.dst_rank) * regions + o.dst_region
+    source_region = (o.src_party * ranks + o.src_rank) * regions + o.src_region
     writers = np.flatnonzero(np.isin(target_region, source_region[relays]) & (o.kind != Kind.COPY))
     writer, reader, _, _ = intersect(
         (target_region[writers], np.take(o.offset, writers, axis=0), np.take(o.size, writers, axis=0)),
@@ -53,14 +53,14 @@ def hops(plan: TransferPlan) -> IntArray:
 
 
 def stages(plan: TransferPlan) -> tuple[IntArray, IntArray]:
-    """(m,) the stage in which each operation moves, and (I,) the number of stages of each instance."""
+    """(m,) the stage in which each operation moves, and (P,) the number of stages of each party."""
     o = plan.operations
-    counts = np.ones(len(plan.instances), dtype=np.int64)
+    counts = np.ones(len(plan.parties), dtype=np.int64)
     stage = np.zeros(len(o), dtype=np.int64)
     depth = hops(plan)
-    for index in np.unique(o.instance[o.kind == Kind.RELAY]).tolist():
-        rows = np.flatnonzero((o.instance == index) & (o.kind != Kind.COPY))
-        nbytes = volumes(o.size[rows]) * ITEMSIZE[plan.instance_dtype[index, o.tensor[rows]]]
+    for index in np.unique(o.dst_party[o.kind == Kind.RELAY]).tolist():
+        rows = np.flatnonzero((o.dst_party == index) & (o.kind != Kind.COPY))
+        nbytes = volumes(o.size[rows]) * ITEMSIZE[plan.parties[index].dtype[o.tensor[rows]]]
         peak_bytes = int(np.bincount(o.dst_rank[rows], weights=nbytes).max())
         waves = min(max(peak_bytes // _WAVE_BYTES, 1), _MOST_WAVES)
         tensor_bytes = np.bincount(o.tensor[rows], weights=nbytes, minlength=len(plan.tensors))

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
-from weightcast.transfer.boxes.columns import volumes
-from weightcast.transfer.layout.dtypes import ITEMSIZE
-from weightcast.transfer.plan.operations import TRAINER, Kind, TransferPlan
+from weightcast.transfer.plan.operations import Kind, TransferPlan
 
 __all__ = ["Traffic", "traffic_of"]
 
@@ -52,7 +50,7 @@ class Traffic:
 def traffic_of(plan: TransferPlan) -> Traffic:
     """Counts the bytes and operations of a plan."""
     o = plan.operations
-    nbytes = volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]]
+    nbytes = plan.nbytes
     is_transfer = o.kind != Kind.COPY
 
     def by_rank(mine: np.ndarray, rank: IntArray, world: int) -> IntArray:
@@ -60,12 +58,13 @@ def traffic_of(plan: TransferPlan) -> Traffic:
         np.add.at(total, rank[mine], nbytes[mine])
         return total
 
-    worlds = list(enumerate(plan.instance_world))
+    worlds = [(number, party.world) for number, party in enumerate(plan.parties)]
+    sent = [by_rank(is_transfer & (o.src_party == i), o.src_rank, world) for i, world in worlds]
     return Traffic(
-        trainer_sent=by_rank(o.src_instance == TRAINER, o.src_rank, plan.trainer_world),
-        sent=tuple(by_rank(is_transfer & (o.src_instance == i), o.src_rank, world) for i, world in worlds),
-        received=tuple(by_rank(is_transfer & (o.instance == i), o.dst_rank, world) for i, world in worlds),
-        copied=tuple(by_rank(~is_transfer & (o.instance == i), o.dst_rank, world) for i, world in worlds),
+        trainer_sent=sent[0],
+        sent=tuple(sent[1:]),
+        received=tuple(by_rank(is_transfer & (o.dst_party == i), o.dst_rank, world) for i, world in worlds[1:]),
+        copied=tuple(by_rank(~is_transfer & (o.dst_party == i), o.dst_rank, world) for i, world in worlds[1:]),
         sends=int((o.kind == Kind.SEND).sum()),
         copies=int((o.kind == Kind.COPY).sum()),
         relays=int((o.kind == Kind.RELAY).sum()),

@@ -51,13 +51,14 @@ def same_host_first(pools: Pools, pool: IntArray, item_host: IntArray, rank_host
 class Reach:
     """The pools that the ranks of instances draw on, from the sources' pools and the hosts of all ranks.
 
-    `column` (instance ranks,) numbers the hosts on which the instances are, rank after rank, instance after instance.
-    Without hosts all are 0. `pools` are all that some host draws on.
+    `worlds` count the ranks of each party. `column` (instance ranks,) numbers the hosts on which the instances are,
+    rank after rank, instance after instance. Without hosts all are 0. `pools` are all that some host draws on.
     """
 
     def __init__(self, sources: Sources, worlds: list[int], hosts: Hosts | None) -> None:
         self._sources = sources
-        self.first = np.append(0, np.cumsum(np.array(worlds, dtype=np.int64)))
+        # Columns are those of instance ranks alone.
+        self.first = np.cumsum(np.array([0, *worlds], dtype=np.int64)) - worlds[0]
         count = len(sources.pools)
         if hosts is None:
             self.column = np.zeros(int(self.first[-1]), dtype=np.int64)
@@ -69,9 +70,9 @@ class Reach:
         self._narrowed = same_host_first(sources.pools, pool, np.tile(host_numbers, count), hosts.host[:trainer_ranks])
         self.pools, self._pool = self._narrowed.pools, self._narrowed.pool.reshape(count, host_numbers.shape[0])
 
-    def columns(self, instance: int, rank: IntArray) -> IntArray:
+    def columns(self, party: int, rank: IntArray) -> IntArray:
         """The host numbers (columns) of ranks of an instance."""
-        return np.asarray(self.column[self.first[instance] + rank])
+        return np.asarray(self.column[self.first[party] + rank])
 
     def pool(self, cell: IntArray, column: IntArray) -> IntArray:
         """The pool from which a rank on such a host gets a cell."""

@@ -19,7 +19,7 @@ from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout.coverage import require_cover
 from weightcast.transfer.layout.dtypes import ITEMSIZE
 from weightcast.transfer.layout.joined import JoinedPair, JoinedRanks, Ranks, join_pair
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, TransferPlan, join_made
+from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, Party, TransferPlan, join_made
 from weightcast.transfer.plan.proof.operations import check_joined
 from weightcast.transfer.planner.holders import Sources, find_sources
 from weightcast.transfer.planner.locality import Reach
@@ -55,9 +55,8 @@ def plan_transfer(
     ranges), and PlanError if the plan were wrong.
     """
     pair = join_pair(trainer, instances)
-    worlds = [side.world for side in pair.instances]
     if hosts is not None:
-        hosts.require([pair.trainer.world, *worlds])
+        hosts.require([side.world for side in pair.sides])
     label = _Label(pair)
     sources = find_sources(pair.trainer, label)
     # Equal instances are looked at once.
@@ -66,15 +65,10 @@ def plan_transfer(
     by_name = {side.name: cells[side.fingerprints] for side in pair.instances}
     require_cover(pair.tensors, sources.cells, by_name, _required(pair, required, left_out or {}))
     receives = {key: bind(side, sources.cells, len(pair.tensors), label) for key, side in sides.items()}
-    asks = [_Asks(number, side, receives[side.fingerprints]) for number, side in enumerate(pair.instances)]
+    asks = [_Asks(number, side, receives[side.fingerprints]) for number, side in enumerate(pair.instances, start=1)]
     plan = TransferPlan(
         tensors=pair.tensors,
-        instances=tuple(side.name for side in pair.instances),
-        instance_dtype=np.stack([side.dtype for side in pair.instances]),
-        trainer_world=pair.trainer.world,
-        instance_world=tuple(worlds),
-        trainer_fingerprints=pair.trainer.fingerprints,
-        instance_fingerprints=tuple(side.fingerprints for side in pair.instances),
+        parties=tuple(Party(side.name, side.dtype, side.fingerprints) for side in pair.sides),
         operations=_operations(pair, sources, asks, hosts, topology),
         digests=_digests(pair, sources, list(by_name.values())),
     )
@@ -114,7 +108,7 @@ def _required(
 
 @dataclass(frozen=True, slots=True)
 class _Asks:
-    """Needs of an instance: its number and columns, and the rows that it receives."""
+    """Needs of an instance: its number among the parties, its columns, and the rows that it receives."""
 
     number: int
     side: JoinedRanks
@@ -135,14 +129,14 @@ def _operations(
     pair: JoinedPair, sources: Sources, asks: list[_Asks], hosts: Hosts | None, topology: Topology | None
 ) -> Operations:
     """Chooses a source for every box that an instance receives, for all instances together."""
-    reach = Reach(sources, [ask.side.world for ask in asks], hosts)
+    reach = Reach(sources, [side.world for side in pair.sides], hosts)
     routes = route(sources, reach, _needs(reach, asks), pair.trainer.world, _machine(asks, hosts, topology))
     first = np.append(0, np.cumsum([ask.receives.sends.shape[0] for ask in asks]))
     bounds = np.searchsorted(routes.need, first).tolist()
     copies = sum(int(np.count_nonzero(ask.receives.kind == Kind.COPY)) for ask in asks)
     rows = (
-        instance_rows(ask.number, ask.side, ask.receives, routes.between(*span), int(first[ask.number]))
-        for ask, span in zip(asks, pairwise(bounds), strict=True)
+        instance_rows(ask.number, ask.side, ask.receives, routes.between(*span), first_need)
+        for ask, span, first_need in zip(asks, pairwise(bounds), first[:-1].tolist(), strict=True)
     )
     return join_made(Operations, routes.need.shape[0] + copies, rows)
 
@@ -166,7 +160,7 @@ def _needs(reach: Reach, asks: list[_Asks]) -> Needs:
     return Needs(
         cell=np.concatenate([ask.receives.cell for ask in asks]),
         column=np.concatenate([reach.columns(ask.number, ranks) for ask, ranks in zip(asks, rank, strict=True)]),
-        instance=np.repeat([ask.number for ask in asks], [ranks.shape[0] for ranks in rank]),
+        party=np.repeat([ask.number for ask in asks], [ranks.shape[0] for ranks in rank]),
         rank=np.concatenate(rank),
         region=np.concatenate([ask.side.region[ask.rows] for ask in asks]),
         offset=np.concatenate([np.take(ask.receives.offset, ask.receives.sends, axis=0) for ask in asks]),
@@ -183,11 +177,11 @@ def _digests(pair: JoinedPair, sources: Sources, cells: list[Cells]) -> DigestRo
         yield trainer
         rows_of_cells: dict[int, DigestRows] = {}
         uses = Counter(map(id, cells))
-        for index, (side, side_cells) in enumerate(zip(pair.instances, cells, strict=True)):
+        for index, (side, side_cells) in enumerate(zip(pair.instances, cells, strict=True), start=1):
             rows = rows_of_cells.get(id(side_cells)) or digest_rows(index, side, side_cells)
             if uses[id(side_cells)] > 1:
                 rows_of_cells[id(side_cells)] = rows
-            yield replace(rows, instance=np.full(len(rows), index, dtype=np.int64))
+            yield replace(rows, party=np.full(len(rows), index, dtype=np.int64))
 
     return join_made(DigestRows, len(trainer) + sum(side_cells.row.shape[0] for side_cells in cells), parts())
 
@@ -210,7 +204,7 @@ def _trainer_digests(pair: JoinedPair, sources: Sources) -> DigestRows:
     number = np.repeat(np.arange(cell.shape[0], dtype=np.int64), holders)
     cell, dtype = cell[number], dtype[number]
     rows = DigestRows(
-        np.full(cell.shape[0], TRAINER, dtype=np.int64),
+        np.zeros(cell.shape[0], dtype=np.int64),
         pair.trainer.rank[row], pair.trainer.region[row], cells.key[cell],
         np.take(cells.offset, cell, axis=0), np.take(cells.size, cell, axis=0), dtype, number,
     )  # fmt: skip

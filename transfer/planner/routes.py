@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
-from weightcast.transfer.plan.operations import TRAINER, Kind
+from weightcast.transfer.plan.operations import Kind
 from weightcast.transfer.planner.assign import assign_boxes
 from weightcast.transfer.planner.holders import Sources
 from weightcast.transfer.planner.locality import Reach
@@ -26,16 +26,16 @@ _WORTH = 0.999
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Boxes that ranks of instances have to receive, n of them, ordered by instance.
+    """Boxes that ranks of instances have to receive, n of them, ordered by party.
 
-    `cell` is the trainer's cell, `column` the number that the Reach gives the receiver's host. `instance`, `rank` and
+    `cell` is the trainer's cell, `column` the number that the Reach gives the receiver's host. `party`, `rank` and
     `region` are the receiver's, `offset` and `size` (n, D) the box. It travels in the dtype of code `dtype`, whose
     elements have `itemsize` bytes.
     """
 
     cell: IntArray
     column: IntArray
-    instance: IntArray
+    party: IntArray
     rank: IntArray
     region: IntArray
     offset: IntArray
@@ -53,7 +53,7 @@ class Routes:
 
     need: IntArray
     kind: IntArray
-    src_instance: IntArray
+    src_party: IntArray
     src_rank: IntArray
     src_region: IntArray
     offset: IntArray
@@ -101,10 +101,10 @@ class _Router:
     def best(self, machine: Machine) -> Routes:
         """The routes that take the least time; of those about as fast the ones tried first."""
         n, hosts, latency = self._needs, machine.hosts, machine.topology.latency_us * 1e-6
-        number = hosts.number(n.instance, n.rank)
+        number = hosts.number(n.party, n.rank)
         volume = n.size.prod(axis=1) * n.itemsize
         is_local = hosts.host[self._pools.rank[self._pools.start[self._pool]]] == hosts.host[number]
-        scope = np.zeros_like(n.instance) if machine.topology.between_instances else n.instance
+        scope = np.zeros_like(n.party) if machine.topology.between_instances else n.party
         groups = RelayGroups([n.cell, *n.offset.T, *n.size.T, n.dtype, scope], number, hosts.host, volume, is_local)
         best: tuple[float, Routes] | None = None
         parents: list[IntArray] = []
@@ -123,8 +123,8 @@ class _Router:
     def _seconds(self, routes: Routes, machine: Machine) -> float:
         hosts = machine.hosts
         nbytes = routes.size.prod(axis=1) * self._needs.itemsize[routes.need]
-        source = hosts.number(routes.src_instance, routes.src_rank)
-        target = hosts.number(self._needs.instance, self._needs.rank)[routes.need]
+        source = hosts.number(routes.src_party, routes.src_rank)
+        target = hosts.number(self._needs.party, self._needs.rank)[routes.need]
         loads = link_bytes(hosts, source, target, nbytes)
         loads[Link.MEMORY] += 2 * machine.copied
         return float(link_seconds(machine.topology, hosts, loads).max(initial=0.0))
@@ -141,12 +141,12 @@ class _Router:
         if not relay_items.size:
             count = need.shape[0]
             kind = np.full(count, Kind.SEND, dtype=np.int64)
-            return Routes(need, kind, np.full(count, TRAINER), rank, region, send_boxes.offset, send_boxes.size)
+            return Routes(need, kind, np.zeros(count, dtype=np.int64), rank, region, send_boxes.offset, send_boxes.size)
         giver = parent[relay_items]
         routes = Routes(
             np.concatenate([need, relay_items]),
             np.repeat(np.array([Kind.SEND, Kind.RELAY], dtype=np.int64), [need.shape[0], relay_items.shape[0]]),
-            np.concatenate([np.full(need.shape[0], TRAINER), n.instance[giver]]),
+            np.concatenate([np.zeros_like(need), n.party[giver]]),
             np.concatenate([rank, n.rank[giver]]),
             np.concatenate([region, n.region[giver]]),
             np.concatenate([send_boxes.offset, np.take(n.offset, relay_items, axis=0)]),

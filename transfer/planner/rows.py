@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from weightcast.transfer.layout.joined import JoinedRanks
-from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, join_rows
+from weightcast.transfer.plan.operations import Kind, Operations, join_rows
 from weightcast.transfer.planner.receives import Receives, plan_order
 from weightcast.transfer.planner.routes import Routes
 
@@ -22,13 +22,13 @@ def instance_rows(index: int, side: JoinedRanks, receives: Receives, routes: Rou
     rows = _rows(index, side, receives)
     sends = receives.sends
     if routes.need.shape == sends.shape and (routes.kind == Kind.SEND).all():  # whole boxes, in the order of the plan
-        rows.src_instance[sends] = TRAINER
+        rows.src_party[sends] = 0
         rows.src_rank[sends], rows.src_region[sends] = routes.src_rank, routes.src_region
         return rows
     arrivals = replace(
         rows.take(sends[routes.need - first]),
         kind=routes.kind,
-        src_instance=routes.src_instance,
+        src_party=routes.src_party,
         src_rank=routes.src_rank,
         src_region=routes.src_region,
         offset=routes.offset,
@@ -41,14 +41,14 @@ def instance_rows(index: int, side: JoinedRanks, receives: Receives, routes: Rou
 def _rows(index: int, side: JoinedRanks, receives: Receives) -> Operations:
     """All rows of an instance, with the rank that they write as their source."""
     dst_rank = side.rank[receives.row]
-    instance = np.full(dst_rank.shape[0], index, dtype=np.int64)
+    party = np.full(dst_rank.shape[0], index, dtype=np.int64)
     return Operations(
         kind=receives.kind,
         tensor=receives.tensor,
-        src_instance=instance.copy(),
+        src_party=party.copy(),
         src_rank=dst_rank.copy(),
         src_region=side.region[receives.source],
-        instance=instance,
+        dst_party=party,
         dst_rank=dst_rank,
         dst_region=side.region[receives.row],
         offset=receives.offset,

@@ -164,9 +164,9 @@ class Hosts:
     def __len__(self) -> int:
         return int(self.host.shape[0])
 
-    def number(self, instance: IntArray | int, rank: IntArray) -> IntArray:
-        """The number of a rank among all of the pair; instance -1 is the trainer."""
-        return np.asarray(self.first[np.asarray(instance) + 1] + rank)
+    def number(self, party: IntArray | int, rank: IntArray) -> IntArray:
+        """The number of a rank among all of the pair; party 0 is the trainer."""
+        return np.asarray(self.first[party] + rank)
 
     def require(self, worlds: Sequence[int]) -> None:
         """Raises LayoutError if these are not the hosts of a pair with so many ranks a side."""

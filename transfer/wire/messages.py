@@ -17,7 +17,7 @@ from weightcast.transfer.layout.dtypes import NAMES
 from weightcast.transfer.layout.placement import ExpertPlacement, RankPlacement
 from weightcast.transfer.layout.tables import LayoutNotes, RankReport, RegionTable, TensorTable
 from weightcast.transfer.plan.digest_report import DigestReport
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.plan.verification import ValueCounts, Verify
 from weightcast.transfer.wire.frames import DEFAULT_MAX_BYTES, FrameReader, FrameWriter
 from weightcast.transfer.wire.tables import (
@@ -43,7 +43,7 @@ __all__ = [
 MSGPACK = "application/msgpack"
 
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Both sides must have the same; a change of any message changes it."""
 
 _REPORT, _PART, _DIGESTS = 1, 2, 3
@@ -100,7 +100,7 @@ def encode_part(part: RankPart) -> bytes:
     w = FrameWriter(WIRE_VERSION, _PART)
     for name in ("instance", "table_fingerprint"):
         w.strings(name, (getattr(part, name),))
-    for name in ("instance_index", "is_trainer", "rank", "instance_ranks", "bucket_bytes"):
+    for name in ("instance_party", "party", "rank", "instance_ranks", "bucket_bytes"):
         w.field(name, getattr(part, name))
     w.column("trainer_ranks", np.array(part.trainer_ranks, dtype=np.int64))
     write_tensors(w, part.tensors)
@@ -118,8 +118,8 @@ def encode_part(part: RankPart) -> bytes:
     return w.finish()
 
 
-_OPERATION_COLUMNS = ("kind", "tensor", "src_instance", "src_rank", "src_region", "instance", "dst_rank", "dst_region")
-_DIGEST_COLUMNS = ("instance", "rank", "region", "tensor", "dtype", "cell")
+_OPERATION_COLUMNS = ("kind", "tensor", "src_party", "src_rank", "src_region", "dst_party", "dst_rank", "dst_region")
+_DIGEST_COLUMNS = ("party", "rank", "region", "tensor", "dtype", "cell")
 
 
 def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
@@ -133,7 +133,10 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     check_range(r, "trainer_ranks", trainer_ranks, 0, _MAX_RANKS)
     if (np.diff(trainer_ranks) <= 0).any():
         raise r.error("lists trainer ranks that do not ascend")
-    is_trainer, instance_ranks = r.flag("is_trainer"), r.integer("instance_ranks", 1, _MAX_RANKS)
+    instance_party, instance_ranks = (r.integer(name, 1, _MAX_RANKS) for name in ("instance_party", "instance_ranks"))
+    party = r.integer("party", 0, instance_party)
+    if party not in (0, instance_party):
+        raise r.error(f"is for party {party}, expected 0 or {instance_party}")
     tensors = read_tensors(r)
     operations = _read_operations(r, tensors)
     wire_dtype = r.column("wire_dtype", len(operations))
@@ -143,9 +146,9 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     check_range(r, "stage", stage, 0, stages - 1)
     part = RankPart(
         instance=instance,
-        instance_index=r.integer("instance_index", 0, _MAX_RANKS),
-        is_trainer=is_trainer,
-        rank=r.integer("rank", 0, _MAX_RANKS if is_trainer else instance_ranks - 1),
+        instance_party=instance_party,
+        party=party,
+        rank=r.integer("rank", 0, _MAX_RANKS if party == 0 else instance_ranks - 1),
         trainer_ranks=tuple(trainer_ranks.tolist()),
         instance_ranks=instance_ranks,
         table_fingerprint=_read_one_text(r, "table_fingerprint"),
@@ -281,9 +284,8 @@ def _read_operations(r: FrameReader, tensors: TensorTable) -> Operations:
     columns = {name: r.column(f"operations.{name}", count) for name in _OPERATION_COLUMNS}
     boxes = {name: r.matrix(f"operations.{name}", count, tensors.width) for name in ("offset", "size")}
     check_range(r, "kind", columns["kind"], min(Kind), max(Kind))
-    check_range(r, "src_instance", columns["src_instance"], TRAINER, _MAX_RANKS)
-    for name in ("src_rank", "instance", "dst_rank"):
-        check_range(r, name, columns[name], 0, _MAX_RANKS)
+    for name in ("src_party", "src_rank", "dst_party", "dst_rank"):
+        check_range(r, name, columns[name], int(name == "dst_party"), _MAX_RANKS)
     for name in ("src_region", "dst_region"):
         check_range(r, name, columns[name], 0, _MAX_COUNT)
     check_boxes(r, tensors, columns["tensor"], boxes["offset"], boxes["size"])
@@ -294,8 +296,8 @@ def _read_digest_rows(r: FrameReader, tensors: TensorTable) -> DigestRows:
     count = r.count("digests.cell")
     columns = {name: r.column(f"digests.{name}", count) for name in _DIGEST_COLUMNS}
     boxes = {name: r.matrix(f"digests.{name}", count, tensors.width) for name in ("offset", "size")}
-    check_range(r, "instance of digests", columns["instance"], TRAINER, _MAX_RANKS)
-    check_range(r, "rank of digests", columns["rank"], 0, _MAX_RANKS)
+    for name in ("party", "rank"):
+        check_range(r, f"{name} of digests", columns[name], 0, _MAX_RANKS)
     check_range(r, "dtype of digests", columns["dtype"], 0, len(NAMES) - 1)
     for name in ("region", "cell"):
         check_range(r, f"{name} of digests", columns[name], 0, _MAX_COUNT)
@@ -305,24 +307,21 @@ def _read_digest_rows(r: FrameReader, tensors: TensorTable) -> DigestRows:
 
 def _check_part(r: FrameReader, part: RankPart) -> None:
     """Checks that this rank takes part in every operation, and that every digest row is its own."""
-    o, rank, index = part.operations, part.rank, part.instance_index
-    if part.is_trainer:
-        own_rows = (o.src_instance == TRAINER) & (o.src_rank == rank)
-    else:
-        own_rows = (o.instance == index) & (o.dst_rank == rank) | (o.src_instance == index) & (o.src_rank == rank)
-    sends = o.kind == Kind.SEND
+    o, rank, party = part.operations, part.rank, part.party
+    own_rows = (o.dst_party == party) & (o.dst_rank == rank) | (o.src_party == party) & (o.src_rank == rank)
+    sends, arrivals = o.kind == Kind.SEND, o.dst_party == part.instance_party
     member_sends = np.isin(o.src_rank, np.array(part.trainer_ranks, dtype=np.int64))
-    copies = (o.kind == Kind.COPY) & ((o.src_instance != o.instance) | (o.src_rank != o.dst_rank))
+    copies = (o.kind == Kind.COPY) & ((o.src_party != o.dst_party) | (o.src_rank != o.dst_rank))
     for bad, fault in (
         (~own_rows, "does not have this rank as sender or receiver"),
-        (sends != (o.src_instance == TRAINER), "is sent by the trainer and is no send, or the other way"),
+        (sends != (o.src_party == 0), "is sent by the trainer and is no send, or the other way"),
         (sends & ~member_sends, "is sent by a trainer rank that is no member of the communicator"),
-        ((o.instance == index) & (o.dst_rank >= part.instance_ranks), "goes to a rank the instance does not have"),
+        (arrivals & (o.dst_rank >= part.instance_ranks), "goes to a rank the instance does not have"),
         (copies, "copies between two ranks"),
     ):
         if bad.any():
             raise r.error(f"for rank {rank} has operation {int(bad.argmax())}, which {fault}")
     d = part.digests
-    foreign_rows = (d.instance != (TRAINER if part.is_trainer else index)) | (d.rank != rank)
+    foreign_rows = (d.party != party) | (d.rank != rank)
     if foreign_rows.any():
         raise r.error(f"for rank {rank} has digest row {int(foreign_rows.argmax())} of another rank")

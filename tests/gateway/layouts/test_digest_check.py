@@ -14,31 +14,31 @@ from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.records import DigestCounts
 from weightcast.transfer.digest.definition import add
 from weightcast.transfer.digest.residues import PRIME, add_runs, subtract
-from weightcast.transfer.errors import DigestMismatchError, LayoutError
+from weightcast.transfer.errors import DigestMismatchError, PlanError
 from weightcast.transfer.layout.dtypes import dtype_code
 from weightcast.transfer.layout.tables import TensorSpec, TensorTable
 from weightcast.transfer.plan.digest_report import DigestReport
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, Operations, TransferPlan
+from weightcast.transfer.plan.operations import DigestRows, Operations, Party, TransferPlan
 
 BF16, F32 = dtype_code("bfloat16"), dtype_code("float32")
 NAMES = ("model.layers.0.mlp.experts.0.w", "model.layers.0.mlp.experts.1.w", "model.layers.0.mlp.experts.2.w")
 
-# instance, rank, region, tensor, offset, size, dtype, cell
+# party, rank, region, tensor, offset, size, dtype, cell
 ROWS = [
-    (TRAINER, 0, 0, 0, (0, 0), (2, 4), BF16, 0),
-    (TRAINER, 1, 0, 0, (2, 0), (2, 4), BF16, 1),
-    (TRAINER, 0, 1, 1, (0, 0), (4, 4), BF16, 2),
-    (TRAINER, 1, 1, 2, (0, 0), (4, 4), BF16, 3),
+    (0, 0, 0, 0, (0, 0), (2, 4), BF16, 0),
+    (0, 1, 0, 0, (2, 0), (2, 4), BF16, 1),
+    (0, 0, 1, 1, (0, 0), (4, 4), BF16, 2),
+    (0, 1, 1, 2, (0, 0), (4, 4), BF16, 3),
     # Expert 0 once; expert 1 twice on rank 1; expert 2 on both ranks, cut in two cells on each.
-    (0, 0, 0, 0, (0, 0), (4, 4), BF16, 0),
-    (0, 0, 1, 2, (0, 0), (4, 2), BF16, 2),
-    (0, 0, 2, 2, (0, 2), (4, 2), BF16, 3),
-    (0, 1, 0, 1, (0, 0), (4, 4), BF16, 1),
-    (0, 1, 1, 1, (0, 0), (4, 4), BF16, 1),
-    (0, 1, 2, 2, (0, 0), (4, 2), BF16, 2),
-    (0, 1, 3, 2, (0, 2), (4, 2), BF16, 3),
+    (1, 0, 0, 0, (0, 0), (4, 4), BF16, 0),
+    (1, 0, 1, 2, (0, 0), (4, 2), BF16, 2),
+    (1, 0, 2, 2, (0, 2), (4, 2), BF16, 3),
+    (1, 1, 0, 1, (0, 0), (4, 4), BF16, 1),
+    (1, 1, 1, 1, (0, 0), (4, 4), BF16, 1),
+    (1, 1, 2, 2, (0, 0), (4, 2), BF16, 2),
+    (1, 1, 3, 2, (0, 2), (4, 2), BF16, 3),
     # Another instance, of which nothing must be looked at.
-    (1, 0, 0, 0, (0, 0), (4, 4), F32, 0),
+    (2, 0, 0, 0, (0, 0), (4, 4), F32, 0),
 ]
 SLOTS = {0: np.array([0, 1, 1]), 1: np.array([0, 1, 2, 2])}
 
@@ -50,12 +50,10 @@ def make_plan(rows: list[tuple]) -> TransferPlan:
     tensors = TensorTable.from_specs({name: TensorSpec((4, 4), "bfloat16") for name in NAMES})
     return TransferPlan(
         tensors=tensors,
-        instances=("rollout-0", "rollout-1"),
-        instance_dtype=np.full((2, 3), BF16),
-        trainer_world=2,
-        instance_world=(2, 1),
-        trainer_fingerprints=("", ""),
-        instance_fingerprints=(("", ""), ("",)),
+        parties=tuple(
+            Party(name, np.full(3, BF16), ("",) * world)
+            for name, world in (("", 2), ("rollout-0", 2), ("rollout-1", 1))
+        ),
         operations=Operations(none, none, none, none, none, none, none, none, boxes, boxes),
         digests=DigestRows(*columns),
     )
@@ -80,7 +78,7 @@ def reports_of(index: int, values: dict[int, np.ndarray], rows: list[tuple] = RO
     for rank in (0, 1):
         own = [row for row in rows if row[0] == index and row[1] == rank]
         digest = np.array([digest_of(values[r[3]], r[4], r[5]) for r in own], dtype=np.uint64)
-        name = None if index == TRAINER else f"rollout-{index}"
+        name = f"rollout-{index - 1}" if index else None
         reports[rank] = DigestReport(name, rank, np.array([r[7] for r in own], dtype=np.int64), digest)
     return reports
 
@@ -97,8 +95,8 @@ def broken(reports: dict[int, DigestReport], rank: int, row: int, digest: int | 
     return reports | {rank: changed}
 
 
-TRAINED = reports_of(TRAINER, values_of())
-HELD = reports_of(0, values_of())
+TRAINED = reports_of(0, values_of())
+HELD = reports_of(1, values_of())
 
 
 def compare(
@@ -160,8 +158,8 @@ def test_runs_add_up_as_digests_do(runs: list[list[int]]) -> None:
         # One wrong slot without a replica.
         (TRAINED, broken(HELD, 0, 0, 5), r"experts.0.w'.* on rollout-0 rank 0 region 0 \(slot 0\): digest 0{15}5, "),
         # A whole expert that is the other one: all its replicas agree, only the sums tell.
-        (TRAINED, reports_of(0, values_of((1, 0, 2))), r"experts.0.w'.*2 of 3 tensors differ"),
-        (TRAINED, reports_of(0, values_of((0, 2, 1))), r"1.w'.* rank 1 region 0 .*, rollout-0 rank 1 region 1 "),
+        (TRAINED, reports_of(1, values_of((1, 0, 2))), r"experts.0.w'.*2 of 3 tensors differ"),
+        (TRAINED, reports_of(1, values_of((0, 2, 1))), r"1.w'.* rank 1 region 0 .*, rollout-0 rank 1 region 1 "),
         (broken(TRAINED, 0, 0, 5), HELD, r"experts.0.w'.* rank 0 region 0"),
         # Missing and superfluous rows and ranks.
         (TRAINED, broken(HELD, 1, 1), r"rank 1 of rollout-0 reported 3 digests, expected 4; .*experts.1.w' region 1 "),
@@ -190,24 +188,24 @@ def test_a_trailing_digest_nobody_asked_for() -> None:
 
 
 def test_another_dtype_on_the_two_sides() -> None:
-    rows = [(*r[:6], F32, r[7]) if r[0] == 0 and r[3] == 1 else r for r in ROWS]
+    rows = [(*r[:6], F32, r[7]) if r[0] == 1 and r[3] == 1 else r for r in ROWS]
     with pytest.raises(DigestMismatchError, match=r"experts.1.w' \(float32\) .*the trainer digested it in bfloat16"):
         compare(rows=rows)
 
 
 def test_a_tensor_the_trainer_never_digested() -> None:
-    rows = [r for r in ROWS if not (r[0] == TRAINER and r[3] == 1)]
-    trainer = reports_of(TRAINER, values_of(), rows)
+    rows = [r for r in ROWS if not (r[0] == 0 and r[3] == 1)]
+    trainer = reports_of(0, values_of(), rows)
     with pytest.raises(DigestMismatchError, match=r"experts.1.w'.*digested no cell of it"):
         compare(trainer, rows=rows)
 
 
 def test_a_cell_that_the_plan_forgot() -> None:
-    rows = [r for r in ROWS if not (r[0] == 0 and r[7] == 3)]
+    rows = [r for r in ROWS if not (r[0] == 1 and r[7] == 3)]
     with pytest.raises(DigestMismatchError, match=r"experts.2.w'.*somewhere on rollout-0 rank 0 region 1"):
-        compare(held=reports_of(0, values_of(), rows), rows=rows)
+        compare(held=reports_of(1, values_of(), rows), rows=rows)
 
 
 def test_an_instance_the_plan_does_not_have() -> None:
-    with pytest.raises(LayoutError, match=r"no instance 'rollout-7'; it has rollout-0, rollout-1"):
+    with pytest.raises(PlanError, match=r"no instance 'rollout-7'; it has rollout-0, rollout-1"):
         compare(instance="rollout-7")

@@ -32,8 +32,13 @@ def whole(name: str) -> Region:
 
 def hash_of(plan: TransferPlan) -> str:
     digest = hashlib.blake2b("\0".join(plan.tensors.names).encode(), digest_size=16)
-    columns = [getattr(rows, name) for rows in (plan.operations, plan.digests) for name in rows.__slots__]
-    for column in (*columns, plan.instance_dtype, plan.tensors.shape, plan.tensors.dtype):
+    # The trainer was party -1 when the hash of 40 plans was taken.
+    columns = [
+        getattr(rows, name) - name.endswith("party")
+        for rows in (plan.operations, plan.digests)
+        for name in rows.__slots__
+    ]
+    for column in (*columns, *(party.dtype for party in plan.instances), plan.tensors.shape, plan.tensors.dtype):
         digest.update(column.astype("<i8").tobytes())
     return digest.hexdigest()
 

@@ -11,7 +11,7 @@ from plan_support import random_pair, tables_of
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.dtypes import dtype_code
 from weightcast.transfer.layout.tables import Region, TensorSpec
-from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, RankPart, TransferPlan
+from weightcast.transfer.plan.operations import Kind, Operations, RankPart, TransferPlan
 from weightcast.transfer.plan.parts import PlanParts, instance_part, trainer_part
 from weightcast.transfer.planner.planner import plan_transfer
 
@@ -44,11 +44,11 @@ def rows(part: RankPart) -> list[tuple]:
 def test_a_trainer_rank_sees_its_sends_to_one_instance(plan):
     part = trainer_part(plan, "a", 1)
     assert rows(part) == [("SEND", "w", (1, 0), (0, 0))]
-    assert (part.instance, part.instance_index, part.is_trainer, part.rank) == ("a", 0, True, 1)
+    assert (part.instance, part.instance_party, part.party, part.rank) == ("a", 1, 0, 1)
     assert (part.trainer_ranks, part.instance_ranks, part.group_size, part.group_rank) == ((0, 1, 2), 2, 5, 1)
     assert part.wire_dtype.tolist() == [dtype_code("bfloat16")]
     assert part.tensors.specs() == {"w": TensorSpec((8, 4), "float32")}
-    assert part.table_fingerprint == plan.trainer_fingerprints[1]
+    assert part.table_fingerprint == plan.trainer.fingerprints[1]
 
 
 def test_only_senders_join_the_communicator(plan):
@@ -68,9 +68,9 @@ def test_an_instance_rank_sees_what_it_receives_and_copies(plan):
     ]
     assert (part.is_trainer, part.group_rank, part.bucket_bytes) == (False, 3, 77)
     assert part.wire_dtype.tolist() == [dtype_code("bfloat16")] * 3
-    assert part.table_fingerprint == plan.instance_fingerprints[0][0]
+    assert part.table_fingerprint == plan.instances[0].fingerprints[0]
     assert [
-        plan.tensors.names[t] for t in plan.digests.tensor[(plan.digests.instance == 0) & (plan.digests.rank == 0)]
+        plan.tensors.names[t] for t in plan.digests.tensor[(plan.digests.party == 1) & (plan.digests.rank == 0)]
     ] == ["w", "w"]
     assert part.digests.tensor.tolist() == [0, 0]
 
@@ -85,7 +85,7 @@ def test_digests_of_a_trainer_rank_are_the_same_in_all_its_parts(plan):
 
 def test_unknown_ranks_and_instances_are_named(plan):
     parts = PlanParts(plan)
-    with pytest.raises(PlanError, match="no instance 'c', only a, b"):
+    with pytest.raises(PlanError, match="no instance 'c'; it has a, b"):
         parts.instance_part("c", 0)
     with pytest.raises(PlanError, match="no rank 2 of a, which has 2 ranks"):
         parts.instance_part("a", 2)
@@ -93,20 +93,20 @@ def test_unknown_ranks_and_instances_are_named(plan):
         parts.trainer_part("a", -1)
 
 
-def relayed(plan: TransferPlan, row: int, src_instance: int, src_rank: int) -> TransferPlan:
+def relayed(plan: TransferPlan, row: int, src_party: int, src_rank: int) -> TransferPlan:
     columns = {name: getattr(plan.operations, name).copy() for name in Operations.__slots__}
-    columns["kind"][row], columns["src_instance"][row], columns["src_rank"][row] = Kind.RELAY, src_instance, src_rank
+    columns["kind"][row], columns["src_party"][row], columns["src_rank"][row] = Kind.RELAY, src_party, src_rank
     return TransferPlan(**{**plan.__dict__, "operations": Operations(**columns)})
 
 
 def test_relays_are_in_the_parts_of_both_ranks(plan):
-    row = int(np.flatnonzero((plan.operations.instance == 0) & (plan.operations.dst_rank == 1))[0])
-    parts = PlanParts(relayed(plan, row, 0, 0))
+    row = int(np.flatnonzero((plan.operations.dst_party == 1) & (plan.operations.dst_rank == 1))[0])
+    parts = PlanParts(relayed(plan, row, 1, 0))
     assert ("RELAY", "v", (0, 0), (1, 0)) in rows(parts.instance_part("a", 0))
     assert ("RELAY", "v", (0, 0), (1, 0)) in rows(parts.instance_part("a", 1))
     assert parts.trainer_ranks("a") == (1, 2)
     with pytest.raises(PlanError, match="relays 'v' from b to a, which share no communicator"):
-        PlanParts(relayed(plan, row, 1, 0))
+        PlanParts(relayed(plan, row, 2, 0))
 
 
 @settings(max_examples=100, deadline=None)
@@ -115,15 +115,15 @@ def test_parts_add_up_to_the_plan(seed: int):
     plan = plan_transfer(*random_pair(seed).tables())
     parts = PlanParts(plan)
     o, d = plan.operations, plan.digests
-    for index, name in enumerate(plan.instances):
-        sides = [parts.trainer_part(name, r) for r in range(plan.trainer_world)]
-        sides += [parts.instance_part(name, r) for r in range(plan.instance_world[index])]
+    for index, party in enumerate(plan.instances, start=1):
+        sides = [parts.trainer_part(party.name, r) for r in range(plan.trainer.world)]
+        sides += [parts.instance_part(party.name, r) for r in range(party.world)]
         for part in sides:
-            mine = o.instance == index
+            mine = o.dst_party == index
             mine &= (o.kind == Kind.SEND) & (o.src_rank == part.rank) if part.is_trainer else o.dst_rank == part.rank
             assert_same(part, part.operations, o.take(np.flatnonzero(mine)), plan)
-            assert part.wire_dtype.tolist() == plan.instance_dtype[index, o.tensor[mine]].tolist()
-            own = (d.instance == (TRAINER if part.is_trainer else index)) & (d.rank == part.rank)
+            assert part.wire_dtype.tolist() == party.dtype[o.tensor[mine]].tolist()
+            own = (d.party == (0 if part.is_trainer else index)) & (d.rank == part.rank)
             assert_same(part, part.digests, d.take(np.flatnonzero(own)), plan)
             if part.is_trainer:
                 assert (part.rank in part.trainer_ranks) == bool(len(part.operations))

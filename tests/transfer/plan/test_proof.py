@@ -12,7 +12,7 @@ from plan_support import judge, random_pair, tables_of
 
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.tables import Region, TensorSpec
-from weightcast.transfer.plan.operations import TRAINER, Kind, TransferPlan
+from weightcast.transfer.plan.operations import Kind, TransferPlan
 from weightcast.transfer.plan.proof.operations import check_plan
 from weightcast.transfer.planner.planner import plan_transfer
 
@@ -38,7 +38,7 @@ def find(plan: TransferPlan, kind: Kind, instance: str, rank: int, region: int) 
     o = plan.operations
     at = (
         (o.kind == kind)
-        & (o.instance == plan.instances.index(instance))
+        & (o.dst_party == plan.number(instance))
         & (o.dst_rank == rank)
         & (o.dst_region == region)
     )
@@ -87,7 +87,7 @@ def test_a_duplicate_write_is_seen(plan, tables):
 
 def test_a_copy_turned_into_a_second_send_is_seen(plan, tables):
     row = find(plan, Kind.COPY, "a", 1, 2)
-    twice = with_value(plan, row, kind=Kind.SEND, src_instance=TRAINER, src_rank=1, src_region=1)
+    twice = with_value(plan, row, kind=Kind.SEND, src_party=0, src_rank=1, src_region=1)
     with pytest.raises(
         PlanError, match=r"'v', a rank 1 region 2: the send of .* receives in region 1 already: copy it there"
     ):
@@ -126,12 +126,12 @@ def test_a_copy_from_a_copy_is_seen():
         (Kind.SEND, "b", 0, 1, {"dst_region": 2}, "b rank 0 region 2: .* does not lie in the region it writes"),
         (Kind.SEND, "b", 0, 1, {"dst_region": 0}, "b rank 0 region 0: .* does not lie in the region it writes"),
         (Kind.SEND, "b", 0, 1, {"dst_rank": 1}, "b rank 1 region 1: .* does not lie in the region it writes"),
-        (Kind.SEND, "b", 0, 1, {"instance": 0}, "overlaps|does not lie in the region it writes"),
+        (Kind.SEND, "b", 0, 1, {"dst_party": 1}, "overlaps|does not lie in the region it writes"),
         (Kind.SEND, "b", 0, 1, {"tensor": 1}, "'v', b rank 0 region 1: .* does not lie in the region it writes"),
         (Kind.SEND, "b", 0, 1, {"tensor": 2}, "has tensor 2, which is out of range"),
-        (Kind.SEND, "b", 0, 1, {"instance": 2}, "has instance 2, which is out of range"),
+        (Kind.SEND, "b", 0, 1, {"dst_party": 3}, "has dst_party 3, which is out of range"),
         (Kind.SEND, "b", 0, 1, {"kind": 3}, "has kind 3, which is out of range"),
-        (Kind.SEND, "b", 0, 1, {"src_instance": 0}, "has src_instance 0, which is out of range"),
+        (Kind.SEND, "b", 0, 1, {"src_party": 1}, "has src_party 1, which is out of range"),
         (Kind.SEND, "b", 0, 1, {"size": (0, 4)}, r"has size \[0, 4\], which is out of range"),
         (
             Kind.COPY,
@@ -143,7 +143,7 @@ def test_a_copy_from_a_copy_is_seen():
         ),
         (Kind.COPY, "a", 0, 2, {"src_region": 2}, "reads what that region does not receive but copies itself"),
         (Kind.COPY, "a", 0, 2, {"src_rank": 1}, "from a rank 1 region 0 has its source on another rank"),
-        (Kind.COPY, "a", 0, 2, {"src_instance": 1}, "from b rank 0 region 0 has its source on another rank"),
+        (Kind.COPY, "a", 0, 2, {"src_party": 2}, "from b rank 0 region 0 has its source on another rank"),
         (Kind.COPY, "a", 0, 2, {"dst_region": 0}, "a rank 0 region 0: the copy of .* overlaps the send of"),
         (
             Kind.COPY,
@@ -180,7 +180,7 @@ def test_swapped_experts_are_seen():
 def test_relays_are_followed(plan, tables):
     """b receives v from a: right from the region that a was sent, wrong from one that a copied itself."""
     row = find(plan, Kind.SEND, "b", 0, 0)
-    relayed = {"kind": Kind.RELAY, "src_instance": 0, "src_rank": 1}
+    relayed = {"kind": Kind.RELAY, "src_party": 1, "src_rank": 1}
     check_plan(with_value(plan, row, **relayed, src_region=1), *tables)
     with pytest.raises(
         PlanError, match="rank 1 region 2 passes on what that region does not receive but copies itself"
@@ -210,35 +210,37 @@ def test_columns_of_different_length_are_seen(plan, tables):
 
 
 def test_a_wrong_dtype_is_seen(plan, tables):
+    *parties, b = plan.parties
+    broken = replace(plan, parties=(*parties, replace(b, dtype=b.dtype + np.array([1, 0]))))
     with pytest.raises(PlanError, match="tensor 'w': the plan has another dtype in b"):
-        check_plan(replace(plan, instance_dtype=plan.instance_dtype + np.array([[0, 0], [1, 0]])), *tables)
+        check_plan(broken, *tables)
 
 
-def digest_row(plan: TransferPlan, instance: int, rank: int, region: int) -> int:
+def digest_row(plan: TransferPlan, party: int, rank: int, region: int) -> int:
     d = plan.digests
-    return int(np.flatnonzero((d.instance == instance) & (d.rank == rank) & (d.region == region))[0])
+    return int(np.flatnonzero((d.party == party) & (d.rank == rank) & (d.region == region))[0])
 
 
 @pytest.mark.parametrize(
     ("where", "values", "message"),
     [
-        ((0, 0, 0), {"region": 1}, "'w', a rank 0 region 1: the digest of .* does not lie in that region"),
-        ((0, 0, 0), {"rank": 2}, "a rank 2 region 0: the digest of .* does not lie in that region"),
-        ((0, 0, 0), {"size": (7, 4)}, "a rank 0 region 0: a part of it is in no digest"),
-        ((0, 0, 0), {"region": 2}, r"a rank 0 region 2: the digest of \[0:8, 0:4\] overlaps that of \[0:8, 0:4\]"),
-        ((0, 0, 0), {"dtype": 1}, "is in float32, which is not the dtype there"),
-        ((0, 0, 0), {"dtype": 99}, "has dtype 99, which is out of range"),
-        ((0, 0, 0), {"cell": 1}, "which is another box on rank"),
-        ((0, 0, 0), {"cell": 9}, r"the digest of \[0:8, 0:4\] overlaps that of \[0:8, 0:4\]"),
+        ((1, 0, 0), {"region": 1}, "'w', a rank 0 region 1: the digest of .* does not lie in that region"),
+        ((1, 0, 0), {"rank": 2}, "a rank 2 region 0: the digest of .* does not lie in that region"),
+        ((1, 0, 0), {"size": (7, 4)}, "a rank 0 region 0: a part of it is in no digest"),
+        ((1, 0, 0), {"region": 2}, r"a rank 0 region 2: the digest of \[0:8, 0:4\] overlaps that of \[0:8, 0:4\]"),
+        ((1, 0, 0), {"dtype": 1}, "is in float32, which is not the dtype there"),
+        ((1, 0, 0), {"dtype": 99}, "has dtype 99, which is out of range"),
+        ((1, 0, 0), {"cell": 1}, "which is another box on rank"),
+        ((1, 0, 0), {"cell": 9}, r"the digest of \[0:8, 0:4\] overlaps that of \[0:8, 0:4\]"),
         (
-            (TRAINER, 0, 0),
+            (0, 0, 0),
             {"region": 1},
             "'w', the trainer rank 0 region 1: the digest of .* does not lie in that region",
         ),
-        ((TRAINER, 0, 0), {"size": (3, 4)}, "tensor 'w': the digests of the trainer do not cover it"),
-        ((TRAINER, 0, 0), {"dtype": 1}, "tensor 'w': the digests of the trainer do not cover it"),
-        ((TRAINER, 0, 0), {"cell": 1}, "which is another box on rank"),
-        ((TRAINER, 0, 0), {"tensor": 7}, "has tensor 7, which is out of range"),
+        ((0, 0, 0), {"size": (3, 4)}, "tensor 'w': the digests of the trainer do not cover it"),
+        ((0, 0, 0), {"dtype": 1}, "tensor 'w': the digests of the trainer do not cover it"),
+        ((0, 0, 0), {"cell": 1}, "which is another box on rank"),
+        ((0, 0, 0), {"tensor": 7}, "has tensor 7, which is out of range"),
     ],
 )
 def test_one_wrong_digest_row_is_seen(plan, tables, where, values, message):
@@ -304,10 +306,10 @@ def test_a_wrong_row_in_the_last_of_equal_instances_is_seen(column):
     check_plan(plan, trainer, instances)
     values = {"dst_region": 1, "src_region": 1, "src_rank": 2, "offset": (1, 0), "kind": Kind.SEND}
     kind = Kind.COPY if column in ("kind", "src_region") else Kind.SEND
-    rows = np.flatnonzero((plan.operations.instance == 2) & (plan.operations.kind == kind))
+    rows = np.flatnonzero((plan.operations.dst_party == 3) & (plan.operations.kind == kind))
     name = plan.tensors.names.index("w")
     row = int(rows[plan.operations.tensor[rows] == name][0])
-    with pytest.raises(PlanError, match=r"'w', c rank 0|elements are written|has src_instance"):
+    with pytest.raises(PlanError, match=r"'w', c rank 0|elements are written|has src_party"):
         check_plan(with_value(plan, row, **{column: values[column]}), trainer, instances)
 
 
@@ -317,6 +319,6 @@ def test_a_wrong_digest_in_the_last_of_equal_instances_is_seen():
     instances = {name: tables_of(specs, [[W_ALL, V_ALL, W_ALL]]) for name in "abc"}
     plan = plan_transfer(trainer, instances)
     everything = np.arange(len(plan.digests))
-    for row in np.flatnonzero(plan.digests.instance == 2).tolist():
+    for row in np.flatnonzero(plan.digests.party == 3).tolist():
         with pytest.raises(PlanError, match=r"c rank 0 region \d: a part of it is in no digest"):
             check_plan(replace(plan, digests=plan.digests.take(np.delete(everything, row))), trainer, instances)

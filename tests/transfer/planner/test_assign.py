@@ -68,7 +68,7 @@ def test_maps_that_one_layer_cannot_make_up_for():
 def sent(plan: TransferPlan) -> np.ndarray:
     """Bytes by trainer rank."""
     sends = plan.operations.take(plan.operations.kind == Kind.SEND)
-    return np.bincount(sends.src_rank, weights=sends.size.prod(axis=1) * 2, minlength=plan.trainer_world)
+    return np.bincount(sends.src_rank, weights=sends.size.prod(axis=1) * 2, minlength=plan.trainer.world)
 
 
 def least(trainer: list, sides: dict) -> float:

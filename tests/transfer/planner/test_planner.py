@@ -13,7 +13,7 @@ from plan_support import PairLayout, judge, random_pair, tables_of
 from weightcast.transfer.errors import CoverageError, LayoutError, PlanError
 from weightcast.transfer.layout.dtypes import dtype_code
 from weightcast.transfer.layout.tables import Region, TensorSpec
-from weightcast.transfer.plan.operations import TRAINER, Kind, TransferPlan
+from weightcast.transfer.plan.operations import Kind, TransferPlan
 from weightcast.transfer.plan.traffic import traffic_of
 from weightcast.transfer.planner import planner
 from weightcast.transfer.planner.planner import plan_transfer
@@ -34,7 +34,7 @@ def operations(plan: TransferPlan) -> list[tuple]:
     return [
         (
             Kind(int(o.kind[i])).name,
-            plan.instances[int(o.instance[i])],
+            plan.parties[int(o.dst_party[i])].name,
             (int(o.src_rank[i]), int(o.src_region[i])),
             (int(o.dst_rank[i]), int(o.dst_region[i])),
             tuple(o.offset[i].tolist()),
@@ -146,13 +146,13 @@ def test_the_sender_casts_and_both_dtypes_are_digested():
     instances = {"a": tables_of(W, [[ALL]]), "b": tables_of({"w": TensorSpec((8, 4), "float8_e4m3fn")}, [[ALL]])}
     plan = plan_transfer(trainer, instances)
     bf16, fp8 = dtype_code("bfloat16"), dtype_code("float8_e4m3fn")
-    assert plan.instance_dtype.tolist() == [[bf16], [fp8]]
+    assert [party.dtype.tolist() for party in plan.instances] == [[bf16], [fp8]]
     assert plan.tensors.spec(0).dtype == "float32"
     d = plan.digests
-    assert sorted(zip(d.instance.tolist(), d.dtype.tolist(), strict=True)) == sorted(
-        [(TRAINER, bf16), (TRAINER, fp8), (0, bf16), (1, fp8)]
+    assert sorted(zip(d.party.tolist(), d.dtype.tolist(), strict=True)) == sorted(
+        [(0, bf16), (0, fp8), (1, bf16), (2, fp8)]
     )
-    assert sorted(d.cell[d.instance == TRAINER].tolist()) == [0, 1]
+    assert sorted(d.cell[d.party == 0].tolist()) == [0, 1]
     assert traffic_of(plan).bytes_sent == 64 + 32
 
 
@@ -161,8 +161,8 @@ def test_every_copy_on_the_trainer_is_digested():
     specs = {f"w{i}": TensorSpec((4,), "float32") for i in range(8)}
     every = [Region(name, (0,), (4,)) for name in specs]
     d = planned([every] * 4, {"a": [every]}, specs).digests
-    assert np.bincount(d.rank[d.instance == TRAINER]).tolist() == [8, 8, 8, 8]
-    assert len(set(d.cell[d.instance == TRAINER].tolist())) == 8
+    assert np.bincount(d.rank[d.party == 0]).tolist() == [8, 8, 8, 8]
+    assert len(set(d.cell[d.party == 0].tolist())) == 8
 
 
 @pytest.mark.parametrize("empty", [Region("w", (8, 0), (0, 4)), Region("w", (0, 0), (0, 0))])
@@ -301,7 +301,7 @@ def test_operations_are_sorted_as_documented():
         pair = random_pair(seed)
         o = plan_transfer(*pair.tables()).operations
         rows = list(
-            zip(*(c.tolist() for c in (o.instance, o.dst_rank, o.kind, o.tensor, o.offset, o.dst_region)), strict=True)
+            zip(*(c.tolist() for c in (o.dst_party, o.dst_rank, o.kind, o.tensor, o.offset, o.dst_region)), strict=True)
         )
         assert rows == sorted(rows)
 

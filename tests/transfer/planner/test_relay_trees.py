@@ -13,7 +13,7 @@ from plan_support import judge, random_pair, tables_of
 from weightcast.offline.simulate import simulate
 from weightcast.transfer.errors import LayoutError, PlanError
 from weightcast.transfer.layout.tables import Region, TensorSpec
-from weightcast.transfer.plan.operations import TRAINER, Kind, TransferPlan
+from weightcast.transfer.plan.operations import Kind, TransferPlan
 from weightcast.transfer.plan.proof.operations import check_plan
 from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.relay_trees import DIRECT, RelayGroups, depths
@@ -37,7 +37,7 @@ def plan_of(trainer: int, instances: list[int], hosts: Hosts | None, topology: T
 def loads(plan: TransferPlan, hosts: Hosts) -> np.ndarray:
     o = plan.operations
     nbytes = o.size.prod(axis=1) * 2
-    return link_bytes(hosts, hosts.number(o.src_instance, o.src_rank), hosts.number(o.instance, o.dst_rank), nbytes)
+    return link_bytes(hosts, hosts.number(o.src_party, o.src_rank), hosts.number(o.dst_party, o.dst_rank), nbytes)
 
 
 def seconds(plan: TransferPlan, hosts: Hosts, topology: Topology) -> float:
@@ -81,7 +81,7 @@ def test_relays_between_instances_can_be_forbidden():
     hosts = Hosts.packed([1, 2, 2], 1)
     plan = plan_of(1, [2, 2], hosts, Topology(nic_gbps=400, between_instances=False))
     o = plan.operations
-    assert (o.src_instance[o.kind == Kind.RELAY] == o.instance[o.kind == Kind.RELAY]).all()
+    assert (o.src_party[o.kind == Kind.RELAY] == o.dst_party[o.kind == Kind.RELAY]).all()
     assert (o.kind == Kind.RELAY).sum() == 16
 
 
@@ -100,7 +100,7 @@ def test_a_long_chain_gives_way_to_a_tree_when_hops_cost():
     assert [s[0] for s in sent] == [8 * BOX, 8 * BOX, 8 * 32 * BOX]
     assert [(plan.operations.kind == Kind.RELAY).any() for plan in plans.values()] == [True, True, False]
     branches = [
-        np.unique(plan.operations.src_instance[plan.operations.tensor == 3], return_counts=True)[1].max()
+        np.unique(plan.operations.src_party[plan.operations.tensor == 3], return_counts=True)[1].max()
         for plan in plans.values()
     ]
     assert branches == [1, 2, 32]
@@ -111,7 +111,7 @@ def test_a_long_chain_gives_way_to_a_tree_when_hops_cost():
 def test_what_a_trainer_rank_on_the_host_holds_comes_from_it():
     hosts = Hosts.by_name(["a", "b"], [["b", "a"], ["c"]])
     o = plan_of(2, [2, 1], hosts, None).operations
-    first = o.instance == 0
+    first = o.dst_party == 1
     assert (o.src_rank[first] == 1 - o.dst_rank[first]).all()
     # What is left goes to whoever has less; both have the same, so half to each.
     assert np.bincount(o.src_rank[~first]).tolist() == [4, 4]
@@ -127,8 +127,8 @@ def test_chains_hang_on_what_came_from_the_same_host():
     hosts = Hosts.by_name(["a"], [["a"], ["b"], ["c"]])
     o = plan_of(1, [1, 1, 1], hosts, Topology(nic_gbps=400)).operations
     sent = o.kind == Kind.SEND
-    assert o.instance[sent].tolist() == [0] * 8
-    assert (o.src_instance[~sent] != TRAINER).all()
+    assert o.dst_party[sent].tolist() == [1] * 8
+    assert (o.src_party[~sent] != 0).all()
 
 
 @pytest.mark.parametrize("fan_out", [1, 2, 3])
@@ -194,9 +194,9 @@ def test_relays_that_wait_for_each_other_are_seen():
     root = np.flatnonzero((o.kind == Kind.SEND) & (o.tensor == 0))[0]
     last = next(
         row for row in np.flatnonzero(o.tensor == 0)
-        if not ((o.tensor == 0) & (o.kind == Kind.RELAY) & (o.src_instance == o.instance[row])).any()
+        if not ((o.tensor == 0) & (o.kind == Kind.RELAY) & (o.src_party == o.dst_party[row])).any()
     )  # fmt: skip
-    o.kind[root], o.src_instance[root], o.src_rank[root] = Kind.RELAY, o.instance[last], 0
+    o.kind[root], o.src_party[root], o.src_rank[root] = Kind.RELAY, o.dst_party[last], 0
     with pytest.raises(PlanError, match=r"tensor 'w0', i. rank 0 region 0: the relay of .* waits for a relay that"):
         check_plan(plan, *tables)
 

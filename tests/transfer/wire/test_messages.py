@@ -21,7 +21,7 @@ from weightcast.transfer.errors import InputError, LayoutError, PlacementError, 
 from weightcast.transfer.layout.placement import ExpertPlacement
 from weightcast.transfer.layout.tables import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.plan.digest_report import DigestReport
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, Kind, Operations, RankPart
+from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.plan.verification import ValueCounts, Verify
 from weightcast.transfer.wire.integers import decode_column, encode_column, is_descriptor, payload_bytes
 from weightcast.transfer.wire.messages import (
@@ -46,21 +46,21 @@ def small_report(**changes: Any) -> RankReport:
 
 
 def small_part(**changes: Any) -> RankPart:
-    """Rank 1 of 2 of instance 0: two sends from trainer ranks 0 and 2, one copy; three rows to digest."""
+    """Rank 1 of 2 of party 1: two sends from trainer ranks 0 and 2, one copy; three rows to digest."""
     operations = Operations(
         kind=ints(Kind.SEND, Kind.SEND, Kind.COPY),
         tensor=ints(0, 1, 1),
-        src_instance=ints(TRAINER, TRAINER, 0),
+        src_party=ints(0, 0, 1),
         src_rank=ints(0, 2, 1),
         src_region=ints(5, 6, 1),
-        instance=ints(0, 0, 0),
+        dst_party=ints(1, 1, 1),
         dst_rank=ints(1, 1, 1),
         dst_region=ints(0, 1, 2),
         offset=np.array([[0, 0], [2, 0], [2, 0]], dtype=np.int64),
         size=np.array([[4, 1], [2, 3], [2, 3]], dtype=np.int64),
     )
     digests = DigestRows(
-        instance=ints(0, 0, 0),
+        party=ints(1, 1, 1),
         rank=ints(1, 1, 1),
         region=ints(0, 1, 2),
         tensor=ints(0, 1, 1),
@@ -71,8 +71,8 @@ def small_part(**changes: Any) -> RankPart:
     )
     part = RankPart(
         instance="rollout-0",
-        instance_index=0,
-        is_trainer=False,
+        instance_party=1,
+        party=1,
         rank=1,
         trainer_ranks=(0, 2),
         instance_ranks=2,
@@ -137,10 +137,10 @@ def test_a_part_comes_back() -> None:
 def test_a_trainer_part_comes_back() -> None:
     part = small_part()
     rows = ints(1)
-    digests = dataclasses.replace(part.digests.take(rows), instance=ints(TRAINER), rank=ints(2))
+    digests = dataclasses.replace(part.digests.take(rows), party=ints(0), rank=ints(2))
     sends = part.operations.take(rows)
     changes = {
-        "is_trainer": True,
+        "party": 0,
         "rank": 2,
         "operations": sends,
         "wire_dtype": ints(1),
@@ -256,7 +256,7 @@ N, T = len(small_report().table), len(small_report().table.tensors)
         (lambda d: d + b"x", "cut off or damaged"),
         (lambda d: d[: len(d) // 2], "cut off"),
         (lambda d: b"\x80\x04K" + d[3:], "no message of weightcast"),
-        (lambda d: d[:4] + b"\x03\x00" + d[6:], "has version 3, expected 2"),
+        (lambda d: d[:4] + b"\x04\x00" + d[6:], "has version 4, expected 3"),
         (lambda d: d[:6] + b"\x09\x00" + d[8:], "is of kind 9"),
         (lambda d: d[:8] + struct.pack("<Q", 1 << 40) + d[16:], "unpacks to 1099511627776 bytes, more than the limit"),
         (lambda d: d[:8] + struct.pack("<Q", 5) + d[16:], "cut off or damaged"),
@@ -340,7 +340,10 @@ def test_malformed_reports(changes: dict[str, Any], error: type[Exception], said
         ({"rank": 0}, "operation 0, which does not have this rank"),
         ({"operations__kind": ints(0, 0, 3)}, "has kind 3 in row 2"),
         ({"operations__kind": ints(0, 1, 1)}, "operation 1, which is sent by the trainer and is no send"),
-        ({"operations__src_instance": ints(-1, -2, 0)}, "has src_instance -2"),
+        ({"operations__src_party": ints(0, -2, 1)}, "has src_party -2"),
+        ({"operations__dst_party": ints(1, 0, 1)}, "has dst_party 0 in row 1"),
+        ({"party": 2}, "has party 2, expected a whole number in 0..1"),
+        ({"party": 1, "instance_party": 2}, "is for party 1, expected 0 or 2"),
         ({"operations__src_rank": ints(0, 2, 0)}, "operation 2, which copies between two ranks"),
         ({"operations__dst_rank": ints(0, 1, 1)}, "operation 0, which does not have this rank"),
         ({"operations__tensor": ints(0, 1, 2)}, "names tensor row 2 of 2"),
@@ -351,7 +354,7 @@ def test_malformed_reports(changes: dict[str, Any], error: type[Exception], said
         ({"wire_dtype": ints(2, 1, 99)}, "has wire_dtype 99"),
         ({"wire_dtype": ints(2, 1)}, "has 2 entries in column wire_dtype"),
         ({"digests__rank": ints(1, 0, 1)}, "digest row 1 of another rank"),
-        ({"digests__instance": ints(0, 0, -1)}, "digest row 2 of another rank"),
+        ({"digests__party": ints(1, 1, 0)}, "digest row 2 of another rank"),
         ({"digests__cell": ints(0, 1, -1)}, "has cell of digests -1"),
         ({"digests__dtype": ints(2, 2, 15)}, "has dtype of digests 15"),
         ({"bucket_bytes": 0}, "has bucket_bytes 0"),

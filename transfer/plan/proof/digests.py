@@ -12,7 +12,7 @@ from weightcast.transfer.boxes.columns import any_column
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.dtypes import NAMES, dtype_name
 from weightcast.transfer.layout.joined import JoinedPair, JoinedRanks
-from weightcast.transfer.plan.operations import TRAINER, DigestRows, TransferPlan
+from weightcast.transfer.plan.operations import DigestRows, TransferPlan
 from weightcast.transfer.plan.proof.tiling import (
     box_text,
     filled,
@@ -31,9 +31,7 @@ def check_digests(plan: TransferPlan, pair: JoinedPair) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
     proofs: dict[tuple[str, ...], DigestRows] = {}
-    side_rows = [
-        rows_at(plan.digests, rows) for rows in spans(plan.digests.instance, TRAINER, len(pair.instances) - TRAINER)
-    ]
+    side_rows = [rows_at(plan.digests, rows) for rows in spans(plan.digests.party, len(pair.sides))]
     for side, rows in zip(pair.instances, side_rows[1:], strict=True):
         twin = proofs.get(side.fingerprints)
         if not (twin and same_columns(rows, twin, DigestRows.__slots__[1:])):
@@ -45,7 +43,7 @@ def check_digests(plan: TransferPlan, pair: JoinedPair) -> None:
 def _check_ranges(plan: TransferPlan) -> None:
     d = plan.digests
     faults = {
-        "instance": (d.instance < TRAINER) | (d.instance >= len(plan.instances)),
+        "party": (d.party < 0) | (d.party >= len(plan.parties)),
         "tensor": (d.tensor < 0) | (d.tensor >= len(plan.tensors)),
         "dtype": (d.dtype < 0) | (d.dtype >= len(NAMES)),
         "size": any_column(d.size <= 0),

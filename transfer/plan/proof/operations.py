@@ -22,7 +22,7 @@ from weightcast.transfer.boxes.algebra import intersect, overlaps
 from weightcast.transfer.boxes.columns import any_column, volumes
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.joined import JoinedPair, JoinedRanks, Ranks, join_pair
-from weightcast.transfer.plan.operations import TRAINER, Kind, Operations, TransferPlan
+from weightcast.transfer.plan.operations import Kind, Operations, TransferPlan
 from weightcast.transfer.plan.proof.digests import check_digests
 from weightcast.transfer.plan.proof.relays import check_relays
 from weightcast.transfer.plan.proof.tiling import (
@@ -48,8 +48,8 @@ def check_joined(plan: TransferPlan, pair: JoinedPair) -> None:
     _check_header(plan, pair)
     _check_ranges(plan)
     proofs: dict[tuple[str, ...], Operations] = {}
-    spans_of_instances = spans(plan.operations.instance, 0, len(pair.instances))
-    for index, (side, rows) in enumerate(zip(pair.instances, spans_of_instances, strict=True)):
+    spans_of_parties = spans(plan.operations.dst_party, len(pair.sides))
+    for index, (side, rows) in enumerate(zip(pair.instances, spans_of_parties[1:], strict=True), start=1):
         proof = _Instance(plan, pair, index, side, rows_at(plan.operations, rows))
         # What was proved of one instance holds for all with the same tables and the same rows.
         if side.fingerprints in proofs and proof.is_like(proofs[side.fingerprints]):
@@ -72,16 +72,13 @@ def _check_header(plan: TransferPlan, pair: JoinedPair) -> None:
     )
     if not equal_tensors:
         raise PlanError("the plan's tensors are not those of the tables; make a new plan")
-    if plan.instances != tuple(side.name for side in pair.instances):
-        raise PlanError(
-            f"the plan is for instances {list(plan.instances)}, not {[side.name for side in pair.instances]}"
-        )
-    fingerprints = (plan.trainer_fingerprints, *plan.instance_fingerprints)
-    for plan_fingerprints, side in zip(fingerprints, (pair.trainer, *pair.instances), strict=True):
-        if plan_fingerprints != side.fingerprints:
+    names, side_names = ([side.name for side in sides] for sides in (plan.parties, pair.sides))
+    if names != side_names:
+        raise PlanError(f"the plan is for instances {names[1:]}, not {side_names[1:]}")
+    for party, side in zip(plan.parties, pair.sides, strict=True):
+        if party.fingerprints != side.fingerprints:
             raise PlanError(f"the plan was made for other tables of {side} than those given; make a new plan")
-    for index, side in enumerate(pair.instances):
-        fault = np.flatnonzero(plan.instance_dtype[index] != side.dtype)
+        fault = np.flatnonzero(party.dtype != side.dtype)
         if fault.size:
             raise PlanError(f"tensor {plan.tensors.names[int(fault[0])]!r}: the plan has another dtype in {side}")
 
@@ -89,14 +86,12 @@ def _check_header(plan: TransferPlan, pair: JoinedPair) -> None:
 def _check_ranges(plan: TransferPlan) -> None:
     """Kinds, instances and tensors are in range, boxes are not empty."""
     o = plan.operations
-    instances, tensors = len(plan.instances), len(plan.tensors)
+    parties, tensors = len(plan.parties), len(plan.tensors)
     faults = {
         "kind": (o.kind < Kind.SEND) | (o.kind > Kind.RELAY),
-        "instance": (o.instance < 0) | (o.instance >= instances),
+        "dst_party": (o.dst_party < 1) | (o.dst_party >= parties),
         "tensor": (o.tensor < 0) | (o.tensor >= tensors),
-        "src_instance": np.where(
-            o.kind == Kind.SEND, o.src_instance != TRAINER, (o.src_instance < 0) | (o.src_instance >= instances)
-        ),
+        "src_party": np.where(o.kind == Kind.SEND, o.src_party != 0, (o.src_party < 1) | (o.src_party >= parties)),
         "size": any_column(o.size <= 0),
     }
     for name, mask in faults.items():
@@ -146,8 +141,7 @@ class _Instance:
 
     def _source(self, operation: int) -> str:
         o = self.o
-        index = int(o.src_instance[operation])
-        side = "trainer" if index == TRAINER else self.plan.instances[index]
+        side = self.plan.parties[int(o.src_party[operation])]
         return f"{side} rank {int(o.src_rank[operation])} region {int(o.src_region[operation])}"
 
     def _destinations(self) -> None:
@@ -159,13 +153,12 @@ class _Instance:
     def check_sources(self) -> None:
         """Sends come from a trainer region that has the box, copies and relays from such a region of an instance."""
         o = self.o
-        strays = (o.kind == Kind.COPY) & ((o.src_instance != self.index) | (o.src_rank != o.dst_rank))
+        strays = (o.kind == Kind.COPY) & ((o.src_party != self.index) | (o.src_rank != o.dst_rank))
         if strays.any():
             self._fail(int(strays.argmax()), "has its source on another rank")
-        sources = np.flatnonzero(np.bincount(o.src_instance - TRAINER, minlength=1)) + TRAINER
-        for index in sources.tolist():
-            side = self.pair.trainer if index == TRAINER else self.pair.instances[index]
-            rows = np.flatnonzero(o.src_instance == index)
+        for index in np.flatnonzero(np.bincount(o.src_party, minlength=1)).tolist():
+            side = self.pair.sides[index]
+            rows = np.flatnonzero(o.src_party == index)
             operations = o if rows.shape[0] == len(o) else o.take(rows)
             row, valid = region_rows(side, operations.src_rank, operations.src_region)
             bad = outside(side, row, valid, (operations.tensor, operations.offset, operations.size))

@@ -27,8 +27,8 @@ def check_relays(plan: TransferPlan, pair: JoinedPair) -> None:
     relays = np.flatnonzero(o.kind == Kind.RELAY)
     if not relays.size:
         return
-    source = _region_number(pair, o.src_instance[relays], o.src_rank[relays], o.src_region[relays])
-    target = _region_number(pair, o.instance, o.dst_rank, o.dst_region)
+    source = _region_number(pair, o.src_party[relays], o.src_rank[relays], o.src_region[relays])
+    target = _region_number(pair, o.dst_party, o.dst_rank, o.dst_region)
     writers = np.flatnonzero(np.isin(target, source))
     reader, writer, _, _ = intersect(
         (source, np.take(o.offset, relays, axis=0), np.take(o.size, relays, axis=0)),
@@ -44,12 +44,12 @@ def check_relays(plan: TransferPlan, pair: JoinedPair) -> None:
         _fail(plan, int(relays[stuck_relays[0]]), "waits for a relay that waits for it")
 
 
-def _region_number(pair: JoinedPair, instance: IntArray, rank: IntArray, region: IntArray) -> IntArray:
-    """(n,) number of each (instance, rank, region), counted over the regions of all instances."""
-    number = np.empty(instance.shape[0], dtype=np.int64)
+def _region_number(pair: JoinedPair, party: IntArray, rank: IntArray, region: IntArray) -> IntArray:
+    """(n,) number of each (party, rank, region), counted over the regions of all parties."""
+    number = np.empty(party.shape[0], dtype=np.int64)
     first = 0
-    for index, side in enumerate(pair.instances):
-        rows = np.flatnonzero(instance == index)
+    for index, side in enumerate(pair.sides):
+        rows = np.flatnonzero(party == index)
         number[rows] = first + region_rows(side, rank[rows], region[rows])[0]
         first += len(side)
     return number
@@ -72,8 +72,8 @@ def _never_ready(waiting: IntArray, awaited: IntArray, count: int) -> IntArray:
 def _fail(plan: TransferPlan, row: int, what: str) -> NoReturn:
     o = plan.operations
     raise PlanError(
-        f"tensor {plan.tensors.names[int(o.tensor[row])]!r}, {plan.instances[int(o.instance[row])]} rank "
+        f"tensor {plan.tensors.names[int(o.tensor[row])]!r}, {plan.parties[int(o.dst_party[row])]} rank "
         f"{int(o.dst_rank[row])} region {int(o.dst_region[row])}: the relay of "
-        f"{box_text(o.offset[row], o.size[row])} from {plan.instances[int(o.src_instance[row])]} rank "
+        f"{box_text(o.offset[row], o.size[row])} from {plan.parties[int(o.src_party[row])]} rank "
         f"{int(o.src_rank[row])} region {int(o.src_region[row])} {what}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -74,14 +75,11 @@ def filled(key: IntArray, size: IntArray, keys: int) -> IntArray:
     return elements
 
 
-def spans(instance: IntArray, first: int, count: int) -> list[IntArray | slice]:
-    """The rows of each of the instances `first`, `first` + 1 ...: slices where rows are ordered by instance."""
-    numbers = np.arange(first, first + count)
-    if (instance[1:] >= instance[:-1]).all():
-        starts = np.searchsorted(instance, numbers).tolist()
-        ends = np.searchsorted(instance, numbers, side="right").tolist()
-        return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-    return [np.flatnonzero(instance == number) for number in numbers.tolist()]
+def spans(party: IntArray, parties: int) -> list[IntArray | slice]:
+    """The rows of each of so many parties: slices where rows are ordered by party."""
+    if (party[1:] >= party[:-1]).all():
+        return [slice(*bounds) for bounds in pairwise(np.searchsorted(party, np.arange(parties + 1)).tolist())]
+    return [np.flatnonzero(party == number) for number in range(parties)]
 
 
 def rows_at(table: Rows, rows: IntArray | slice) -> Rows:
