@@ -1,4 +1,4 @@
-"""JSON bodies of the gateway's requests: what is not listed here, or of another type, is refused."""
+"""JSON bodies of ranks' requests, with strict types. Those of operators are records: PairOptions and EngineSpec."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ from pydantic import Field
 
 from weightcast.transfer.documents import Record
 
-__all__ = [
-    "MAX_IDENTITY",
-    "BeatBody",
-    "FailureBody",
-    "MovedBody",
-    "OfferBody",
-    "ReadyBody",
-    "RendezvousBody",
-]
-
+__all__ = ["MAX_IDENTITY", "BeatBody", "FailureBody", "MovedBody", "OfferBody", "ReadyBody", "RendezvousBody"]
 
 MAX_IDENTITY = 160
 """Characters of what stands for a process: host, number and a random part."""
