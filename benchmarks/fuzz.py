@@ -348,7 +348,8 @@ async def play(count: int, seed: int) -> tuple[Counter[int], list[str], int]:
     app = make_app(gateway, Tokens(TOKEN))
     seeds, chance = requests(), random.Random(seed)
     quick = dict.fromkeys(("offer", "register", "join", "prepare", "transfer", "verify", "clean_up"), 0.5)
-    spec = PairSpec("p", 1, {"i": EngineSpec("worker", 1)}, Settings(**quick))  # type: ignore[arg-type]
+    engines, settings = {"i": EngineSpec(kind="worker", world_size=1)}, Settings(**quick)  # type: ignore[arg-type]
+    spec = PairSpec("p", trainer_world=1, instances=engines, settings=settings)
     statuses: Counter[int] = Counter()
     faults: list[str] = []
     before = generation = 0

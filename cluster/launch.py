@@ -16,7 +16,6 @@ from weightcast.cluster.trainer_ranks import kept_spec, start_trainer
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import NAMESPACE, find_actor
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
-from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
 
 __all__ = ["down", "moved", "on_ray", "up"]
@@ -68,8 +67,9 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             urls = {instance.name: instance.url or _where(spec, instance, seconds) for instance in spec.instances}
             records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
             if members is None:
-                settings, world = spec.settings, spec.trainer.ranks
-                client.create_pair(spec.pair, world, records, settings, commit=spec.commit, topology=spec.topology)
+                settings, topology = asdict(spec.settings), spec.topology.document if spec.topology else None
+                world, commit = spec.trainer.ranks, spec.commit
+                client.create_pair(spec.pair, world, records, settings, commit=commit, topology=topology)
                 undo.callback(_forget, spec)
             else:
                 for instance in spec.instances:
@@ -108,7 +108,7 @@ def _known(client: GatewayClient, spec: ClusterSpec, seconds: float) -> set[str]
             raise ControlError(f"pair {spec.pair} has trainer ranks, but gateway {spec.gateway_url} does not know it")
         return None
     state = (record["trainer"]["world_size"], record["commit"], record["settings"])
-    target = (spec.trainer.ranks, spec.commit, asdict(Settings.given(spec.settings)))
+    target = (spec.trainer.ranks, spec.commit, asdict(spec.settings))
     if state != target or (
         trainer_spec is not None and replace(trainer_spec, instances=()) != replace(spec, instances=())
     ):

@@ -42,7 +42,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from weightcast.cluster.spec import read_spec
 
     spec = read_spec(arguments.spec)
-    with on_ray(spec.address):
+    with on_ray(spec.ray.address):
         engines = up(spec, _say, arguments.deadline)
     if arguments.json:
         print(json.dumps({"pair": spec.pair, "gateway": spec.gateway_url, "engines": engines}))
@@ -56,7 +56,7 @@ def _down(arguments: argparse.Namespace) -> int:
     from weightcast.cluster.spec import read_spec
 
     spec = read_spec(arguments.spec)
-    with on_ray(spec.address):
+    with on_ray(spec.ray.address):
         down(spec, _say)
     if arguments.json:
         print(json.dumps({"pair": spec.pair}))

@@ -43,13 +43,15 @@ def add(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from weightcast.adapters.unsharded import CheckpointSource
     from weightcast.commands.outcome import show_update
+    from weightcast.commands.plan import read_file
     from weightcast.gateway.client import GatewayClient
     from weightcast.gateway.ranks.trainer import TrainerWorker
     from weightcast.transfer.errors import InputError
+    from weightcast.transfer.planner.topology import read_topology
 
     instances = dict(_instance(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
-    topology = _topology(arguments.topology) if arguments.topology else None
+    topology = read_topology(read_file(arguments.topology)).document if arguments.topology else None
     source.describe()  # a fault of the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
@@ -68,18 +70,6 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _topology(path: Path) -> dict[str, Any]:
-    """The fields of a topology. Raises InputError for a file that cannot be read, LayoutError for one that is none."""
-    from weightcast.transfer.errors import InputError
-    from weightcast.transfer.planner.topology import read_topology
-
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    return read_topology(content).document
-
-
 def _instance(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the engine record of an `--instance`. Raises InputError."""
     from weightcast.transfer.errors import InputError
@@ -89,4 +79,4 @@ def _instance(text: str) -> tuple[str, dict[str, Any]]:
         name = record.pop("name")
     except (ValueError, AttributeError, KeyError, TypeError):
         raise InputError(f"instance {text!r} is not a JSON object with a name") from None
-    return name, {"kind": "sglang", **record}
+    return name, record

@@ -28,7 +28,7 @@ from weightcast.transfer.plan.traffic import Traffic, traffic_of
 from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, read_topology
 
-__all__ = ["add"]
+__all__ = ["add", "read_file"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -67,8 +67,8 @@ def add(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.picture and not arguments.simulate:
         raise InputError("--picture draws a simulation: give --simulate TOPOLOGY too")
-    bundle = _of_shape(arguments) if arguments.shape else read_bundle(_read(arguments.layouts))
-    topology = read_topology(_read(arguments.simulate)) if arguments.simulate else None
+    bundle = _of_shape(arguments) if arguments.shape else read_bundle(read_file(arguments.layouts))
+    topology = read_topology(read_file(arguments.simulate)) if arguments.simulate else None
     hosts = Hosts.of(bundle.trainer_hosts, list(bundle.instance_hosts.values()), topology)
     start = time.perf_counter()
     plan = plan_transfer(
@@ -99,7 +99,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _read(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Reads a file. Raises InputError that says why it cannot be read."""
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:

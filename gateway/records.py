@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictBool
 
 from weightcast.gateway.settings import Settings
+from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import WireError
 from weightcast.transfer.layout.summaries import number_ranges
 from weightcast.transfer.plan.verification import Verify
@@ -24,6 +27,7 @@ __all__ = [
     "NonFinite",
     "NonFiniteMode",
     "Order",
+    "PairOptions",
     "PairSpec",
     "PauseMode",
     "UpdateRecord",
@@ -33,10 +37,15 @@ EngineKind = Literal["sglang", "worker"]
 PauseMode = Literal["abort", "retract", "in_place"]
 Backend = Literal["tcp", "gloo", "nccl"]
 NonFiniteMode = Literal["refuse", "report"]
+CommitPolicy = Literal["each", "all"]
+
+Ranks = Annotated[int, Field(strict=True, ge=1, le=100_000, description="a whole number from 1 to 100000")]
+Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
+Bucket = Annotated[int, Field(strict=True, ge=1 << 10, le=1 << 40, description="a whole number from 2^10 to 2^40")]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec(Record):
     """Engine of an instance, and the gateway's way to reach it.
 
     `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker". Ranks of a "worker" run
@@ -51,17 +60,14 @@ class EngineSpec:
     "report" only reports them.
     """
 
-    kind: EngineKind
-    world_size: int
-    url: str = ""
+    kind: EngineKind = "sglang"
+    world_size: Ranks
+    url: Annotated[str, Field(max_length=2048)] = ""
     pause: PauseMode = "abort"
     backend: Backend = "tcp"
-    hold: bool = False
+    hold: StrictBool = False
     non_finite: NonFiniteMode = "refuse"
-    allow_non_finite: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "allow_non_finite", tuple(self.allow_non_finite))  # JSON has lists
+    allow_non_finite: Annotated[tuple[Pattern, ...], Field(max_length=1000)] = ()
 
     def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
         """Those of `values` that the engine does not take."""
@@ -106,11 +112,8 @@ class NonFinite:
         return f"{self.tensor!r} as {self.dtype} on trainer ranks {number_ranges(set(self.ranks))}: {text}"
 
 
-CommitPolicy = Literal["each", "all"]
-
-
-@dataclass(frozen=True, slots=True)
-class PairSpec:
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(Record):
     """One trainer of `trainer_world` ranks and the instances that it feeds at first.
 
     `commit` says who gets a version. With "each" every instance that has it verified gets it. With "all" they get it
@@ -120,19 +123,29 @@ class PairSpec:
 
     With a `topology` ranks pass on what other ranks of their instance receive alike, where its cost model finds that
     faster. Its `between_instances` is not used, because instances share no communicator.
-
-    `uid` stands for one creation of the pair and outlives gateways. After `delete` and `create` under one name,
-    versions that ranks hold are those of another pair.
     """
 
-    name: str
-    trainer_world: int
-    instances: dict[str, EngineSpec]
+    trainer_world: Ranks
+    instances: Annotated[dict[str, EngineSpec], Field(min_length=1, max_length=10_000)]
     settings: Settings = field(default_factory=Settings)
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: Bucket = 512 << 20
     commit: CommitPolicy = "each"
     verify: Verify = Verify.FULL
     topology: Topology | None = None
+
+    def named(self, name: str) -> PairSpec:
+        """The pair of that name."""
+        return PairSpec(name, **vars(self))
+
+
+@dataclass(frozen=True)
+class PairSpec(PairOptions):
+    """A pair with its name. `uid` stands for one creation of the pair and outlives gateways.
+
+    After `delete` and `create` under one name, versions that ranks hold are those of another pair.
+    """
+
+    name: str
     uid: str = field(default="", compare=False)
 
 

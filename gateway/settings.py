@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
-from weightcast.transfer.errors import InputError
+from pydantic import BeforeValidator, Field
+
+from weightcast.transfer.documents import Record
 
 __all__ = ["Settings"]
 
-_COUNTS = ("replans", "resends", "retries")
 _MOST = 1000
 """Limit of a count: a greater one is a mistake, and a time without end."""
 
 
+def _whole(value: object) -> object:
+    """A count as JSON may write it: 2.0 for 2."""
+    return int(value) if isinstance(value, float) and value in range(_MOST + 1) else value
+
+
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False, description="a positive number of seconds")]
+Count = Annotated[
+    int,
+    Field(strict=True, ge=0, le=_MOST, description=f"a whole number from 0 to {_MOST}"),
+    BeforeValidator(_whole),
+]
+
+
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Record):
     """Settings of a pair. Seconds, but for the counts at the end.
 
     Each step has a wait, after which the gateway gives the update up. `offer` is from the first trainer rank's offer to
@@ -36,52 +49,28 @@ class Settings:
     again because a connection was lost.
     """
 
-    offer: float = 600.0
-    register: float = 300.0
-    join: float = 120.0
-    prepare: float = 60.0
-    transfer: float = 600.0
-    verify: float = 300.0
-    engine: float = 600.0
-    clean_up: float = 30.0
-    update: float = 900.0
-    heartbeat: float = 5.0
-    silence: float = 30.0
-    outage: float = 30.0
-    replans: int = 2
-    resends: int = 3
-    retries: int = 1
+    offer: Seconds = 600.0
+    register: Seconds = 300.0
+    join: Seconds = 120.0
+    prepare: Seconds = 60.0
+    transfer: Seconds = 600.0
+    verify: Seconds = 300.0
+    engine: Seconds = 600.0
+    clean_up: Seconds = 30.0
+    update: Seconds = 900.0
+    heartbeat: Seconds = 5.0
+    silence: Seconds = 30.0
+    outage: Seconds = 30.0
+    replans: Count = 2
+    resends: Count = 3
+    retries: Count = 1
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
-            value = getattr(self, name)
-            if name in _COUNTS:
-                if value < 0:
-                    raise InputError(f"setting {name} is {value}, expected 0 or more")
-            elif not (math.isfinite(value) and value > 0):
-                raise InputError(f"setting {name} is {value}, expected a positive number of seconds")
         if self.silence <= self.heartbeat:
-            raise InputError(
-                f"setting silence is {self.silence}, expected more than the {self.heartbeat} of heartbeat; "
+            raise ValueError(
+                f"silence is {self.silence}, expected more than the {self.heartbeat} of heartbeat; "
                 "else every rank is missing between two beats"
             )
-
-    @classmethod
-    def given(cls, values: Mapping[str, float]) -> Settings:
-        """The defaults but for `values`. Raises InputError for unknown names, infinite values, and counts that are too
-        great or no whole numbers.
-        """
-        names = [field.name for field in fields(cls)]
-        if unknown_names := sorted(set(values) - set(names)):
-            raise InputError(f"settings {', '.join(unknown_names)} are not known; known are {', '.join(names)}")
-        if infinite_names := [name for name, value in values.items() if not math.isfinite(value)]:
-            raise InputError(f"setting {infinite_names[0]} is {values[infinite_names[0]]}, expected a finite number")
-        if excess_names := [name for name in _COUNTS if values.get(name, 0) > _MOST]:
-            raise InputError(f"setting {excess_names[0]} is {values[excess_names[0]]}, expected at most {_MOST}")
-        counts = {name: int(values[name]) for name in _COUNTS if name in values}
-        if fraction_names := [name for name, count in counts.items() if count != values[name]]:
-            raise InputError(f"setting {fraction_names[0]} is {values[fraction_names[0]]}, expected a whole number")
-        return cls(**{**values, **counts})  # type: ignore[arg-type]
 
     @property
     def longest(self) -> float:

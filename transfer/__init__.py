@@ -15,6 +15,6 @@ It knows no engine and no HTTP. The folders follow the way from layouts to prove
 - `executor`: `Executor`, which runs one rank's part of a plan
 - `digest`: digests of boxes, independent of how a tensor is cut
 - `deadline`: `Deadline`, the moment after which a wait ends
-- `documents`: check for duplicate keys, for readers of JSON, msgpack and TOML
+- `documents`: records that are read from JSON and TOML by their schema, and a check for duplicate keys
 - `errors`: tree of all exceptions that weightcast raises
 """

@@ -22,13 +22,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.records import EngineSpec, PairSpec
-from weightcast.transfer.errors import ControlError, WeightcastError
+from weightcast.transfer.documents import Record
+from weightcast.transfer.errors import ControlError, InputError, WeightcastError
 
 __all__ = ["SavedInstance", "Store"]
 
@@ -50,13 +51,11 @@ _TABLES = {
 }
 
 _Statement = tuple[str, tuple[str, ...]]
-_Number = Annotated[int, Field(ge=0, lt=1 << 62)]
-
-T = TypeVar("T")
+_Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)
-class SavedInstance:
+class SavedInstance(Record):
     """State of an instance that is kept.
 
     `paused` says that its engine was paused for an update, `left` that it has left. `identities` and `displaced` are
@@ -67,12 +66,16 @@ class SavedInstance:
     name: str
     spec: EngineSpec
     version: _Number | None
-    fenced: bool
+    fenced: StrictBool
     epoch: _Number
-    paused: bool
-    left: bool
-    identities: dict[_Number, str]
+    paused: StrictBool
+    left: StrictBool
+    identities: dict[Annotated[int, Field(ge=0)], str]
     displaced: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if bad_ranks := sorted(rank for rank in self.identities if rank >= self.spec.world_size):
+            raise ValueError(f"identities name rank {bad_ranks[0]}, the instance has {self.spec.world_size} ranks")
 
 
 class Store:
@@ -181,7 +184,7 @@ class Store:
         try:
             rows = database.execute("select state from processes where pair = ? order by process", (pair,))
             return [_standing_of(state) for (state,) in rows.fetchall()]
-        except (sqlite3.Error, ValueError, TypeError) as error:
+        except (sqlite3.Error, ValueError, TypeError, WeightcastError) as error:
             raise self.damaged(error) from error
 
     async def save_processes(self, pair: str, standings: Iterable[Standing], forgotten: Iterable[str] = ()) -> None:
@@ -280,69 +283,37 @@ def _saving_process(pair: str, standing: Standing) -> _Statement:
     return "insert or replace into processes values (?, ?, ?)", (pair, standing.process.process, json.dumps(state))
 
 
-_COLUMNS = ("rank", "start", "host", "pid", "registered", "generation")
+_Row = tuple[StrictInt, str, str, StrictInt, StrictFloat, StrictInt]
 """Fields of a trainer process, all but the claim: the next life of the gateway knows it for certain."""
 
 
-def _row(process: TrainerProcess) -> list[int | float | str]:
-    return [getattr(process, name) for name in _COLUMNS]
+def _row(process: TrainerProcess) -> _Row:
+    return process.rank, process.start, process.host, process.pid, process.registered, process.generation
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedStanding(Record):
+    """A trainer process as it is kept, and the one that has displaced it."""
+
+    process: _Row
+    by: _Row | None
 
 
 def _standing_of(state: str) -> Standing:
-    document = _document(state, "a trainer process")
-    if document.keys() != {"process", "by"}:
-        raise ValueError(f"a trainer process has {', '.join(document) or 'nothing'}, expected process, by")
-    successor = document["by"]
-    return Standing(_process_of(document["process"]), None if successor is None else _process_of(successor))
-
-
-def _process_of(row: object) -> TrainerProcess:
-    if not isinstance(row, list) or len(row) != len(_COLUMNS):
-        raise ValueError(f"a trainer process is {row!r:.80}, expected {', '.join(_COLUMNS)}")
-    return _read(TrainerProcess, dict(zip(_COLUMNS, row, strict=True)), "a trainer process")
+    saved = _SavedStanding.given(state, "a trainer process")
+    return Standing(TrainerProcess(*saved.process), None if saved.by is None else TrainerProcess(*saved.by))
 
 
 def _instance_of(pair: str, name: str, state: str) -> SavedInstance:
     label = f"instance {name} of pair {pair}"
-    document = {"pair": pair, "name": name, **_document(state, label)}
-    instance = _read(SavedInstance, document, label)
-    if bad_ranks := sorted(rank for rank in instance.identities if rank >= instance.spec.world_size):
-        raise ValueError(
-            f"{label}: identities name rank {bad_ranks[0]}, the instance has {instance.spec.world_size} ranks"
-        )
-    return instance
+    document = json.loads(state)
+    if not isinstance(document, dict):
+        raise InputError(f"{label} is {type(document).__name__}, expected an object")
+    return SavedInstance.given({"pair": pair, "name": name, **document}, label)
 
 
 def _pair_of(name: str, spec: str) -> PairSpec:
-    pair = _read(PairSpec, _document(spec, f"pair {name}"), f"pair {name}")
+    pair = PairSpec.given(spec, f"pair {name}")
     if pair.name != name:
-        raise ValueError(f"pair {name}: its name is {pair.name!r}")
+        raise InputError(f"pair {name}: its name is {pair.name!r}")
     return pair
-
-
-def _document(text: str, where: str) -> dict[str, object]:
-    document = json.loads(text)
-    if not isinstance(document, dict):
-        raise ValueError(f"{where} is {type(document).__name__}, expected an object")
-    return document
-
-
-def _read(kind: type[T], document: dict[str, object], where: str) -> T:
-    """The record in a document. Raises ValueError for fields of another type, and for fields that it does not have."""
-    try:
-        record = TypeAdapter(kind).validate_json(json.dumps(document), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {path} is {first['input']!r:.80}: {first['msg']}") from None
-    content: dict[str, object] = json.loads(json.dumps(asdict(record)))  # type: ignore[call-overload]
-    if unknown_fields := sorted(_fields(document) - _fields(content)):
-        raise ValueError(f"{where}: {unknown_fields[0]} is not known")
-    return record
-
-
-def _fields(document: object, at: str = "") -> set[str]:
-    """The paths of all fields of a JSON document."""
-    if not isinstance(document, dict):
-        return {at}
-    return {at}.union(*(_fields(value, f"{at}.{name}".lstrip(".")) for name, value in document.items()))

@@ -10,7 +10,7 @@
 - `rank_routes`: routes for ranks: reports, orders, digests, heartbeats
 - `openapi`: OpenAPI document of all routes
 - `requests`: requests and replies, read and checked without a web framework
-- `bodies`: JSON bodies of requests, with strict types
+- `bodies`: JSON bodies of ranks' requests, with strict types
 - `heap`: memory of old plans kept for the next one
 - `logs`: logs as JSON lines or as text
 """

@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import TypeAdapter
 
 from weightcast import __version__
 from weightcast.gateway.incarnations import HEADER
 from weightcast.gateway.server.requests import Reply, Request, json_reply
 from weightcast.gateway.server.routing import WAIT, Route, RouteBuilder, Speaker
 from weightcast.gateway.server.tokens import Access
+from weightcast.transfer.documents import Record
 from weightcast.transfer.wire.messages import MSGPACK
 
 __all__ = ["add_document", "document_of"]
@@ -39,9 +39,10 @@ def add_document(routes: RouteBuilder) -> None:
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of `routes`, as it is served and kept in docs/generated/openapi.json."""
-    bodies = {route.body for route in routes if route.body is not None and issubclass(route.body, BaseModel)}
-    models = sorted(bodies, key=lambda model: model.__name__)
-    _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REFS)
+    bodies = {route.body.__name__: route.body for route in routes if route.body and issubclass(route.body, Record)}
+    _, schemas = TypeAdapter.json_schemas(
+        [(name, "validation", body.schema()) for name, body in sorted(bodies.items())], ref_template=_REFS
+    )
     paths: dict[str, dict[str, Any]] = {}
     for route in sorted(routes, key=lambda route: route.path):
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
@@ -90,7 +91,7 @@ def _schema_of(name: str) -> dict[str, Any]:
     return {"enum": ["trainer", "instance"]} if name == "side" else {"type": "string"}
 
 
-def _content(body: type[BaseModel] | type[bytes]) -> dict[str, Any]:
-    if issubclass(body, BaseModel):
+def _content(body: type[Record] | type[bytes]) -> dict[str, Any]:
+    if issubclass(body, Record):
         return {"application/json": {"schema": {"$ref": _REFS.format(model=body.__name__)}}}
     return {MSGPACK: {"schema": {"type": "string", "format": "binary"}}}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ValidationError
-
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.server.guard import MAX_BODY, MAX_JSON, Receive, Send
+from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import (
     AuthorizationError,
     ControlError,
@@ -55,7 +54,7 @@ _STATUS: tuple[tuple[type[WeightcastError], int], ...] = (
     (WeightcastError, 409),
 )
 
-Model = TypeVar("Model", bound=BaseModel)
+Body = TypeVar("Body", bound=Record)
 T = TypeVar("T")
 
 
@@ -185,16 +184,12 @@ class Request:
             more = message.get("more_body", False)
         return body
 
-    async def json(self, kind: type[Model]) -> Model:
+    async def json(self, kind: type[Body]) -> Body:
         """The body as a record of `kind`."""
         body = await self.body()
         if len(body) > MAX_JSON:  # which the guard leaves to this where a request says that it is no JSON
             raise InputError(f"the body has {len(body)} bytes, expected at most {MAX_JSON} of JSON")
-        try:
-            return kind.model_validate_json(body)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"body.{'.'.join(map(str, first['loc']))}: {first['msg']}"[:1000]) from None
+        return kind.given(body, "body")
 
     async def message(self, decode: Callable[..., T]) -> T:
         """The body as a message of `weightcast.transfer.wire.messages`."""

@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weightcast.gateway.layouts.inspection import inspect_instance
-from weightcast.gateway.server.bodies import EngineBody, PairBody
+from weightcast.gateway.records import EngineSpec, PairOptions
 from weightcast.gateway.server.requests import NOTHING, Reply, Request, json_reply
 from weightcast.gateway.server.routing import KNOWN, WAIT, Query, RouteBuilder
 from weightcast.gateway.server.tokens import Access
@@ -56,11 +56,11 @@ def _add_pairs(routes: RouteBuilder) -> None:
         """Status of all pairs."""
         return json_reply({"pairs": [pair.status() for pair in gateway.pairs.values()]})
 
-    @routes.add("PUT", _PAIR, Access.OPERATOR, body=PairBody)
+    @routes.add("PUT", _PAIR, Access.OPERATOR, body=PairOptions)
     async def create(request: Request) -> Reply:
         """Creates a pair. Replies with its status."""
-        body = await request.json(PairBody)
-        return json_reply((await gateway.create(body.spec(request.path["name"]))).status())
+        spec = (await request.json(PairOptions)).named(request.path["name"])
+        return json_reply((await gateway.create(spec)).status())
 
     @routes.add("GET", _PAIR, Access.READ)
     async def show(request: Request) -> Reply:
@@ -91,11 +91,10 @@ def _add_instances(routes: RouteBuilder) -> None:
     """Requests about whole instances."""
     gateway = routes.gateway
 
-    @routes.add("PUT", _INSTANCE, Access.OPERATOR, body=EngineBody)
+    @routes.add("PUT", _INSTANCE, Access.OPERATOR, body=EngineSpec)
     async def join(request: Request) -> Reply:
         """Adds an instance to a pair. Replies with the status of the pair."""
-        body = await request.json(EngineBody)
-        await gateway.join(request.path["name"], request.path["instance"], body.spec())
+        await gateway.join(request.path["name"], request.path["instance"], await request.json(EngineSpec))
         return json_reply(routes.pair(request).status())
 
     @routes.add("DELETE", _INSTANCE, Access.OPERATOR)

@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.control.instance import Instance
 from weightcast.gateway.control.pair import Pair
@@ -23,6 +21,7 @@ from weightcast.gateway.server.bodies import MAX_IDENTITY
 from weightcast.gateway.server.guard import Receive, Scope, Send
 from weightcast.gateway.server.requests import MAX_POLL, Reply, Request, failed, refusal_of, stopping
 from weightcast.gateway.server.tokens import Access
+from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import InputError, WeightcastError
 
 __all__ = ["IDENTITY", "KNOWN", "WAIT", "Answer", "Query", "Route", "RouteBuilder", "RouteTable", "Speaker"]
@@ -68,7 +67,7 @@ class Route:
         speaker: Speaker,
         answer: Answer,
         query: Sequence[Query] = (),
-        body: type[BaseModel] | type[bytes] | None = None,
+        body: type[Record] | type[bytes] | None = None,
         kinds: Sequence[str] = ("application/json",),
         summary: str = "",
     ) -> None:
@@ -157,7 +156,7 @@ class RouteBuilder:
         access: Access,
         speaker: Speaker = Speaker.ANYBODY,
         query: Sequence[Query] = (),
-        body: type[BaseModel] | type[bytes] | None = None,
+        body: type[Record] | type[bytes] | None = None,
         kinds: Sequence[str] = ("application/json",),
     ) -> Callable[[Answer], Answer]:
         """Makes an answer that of a route. Its docstring says in the document what the route is for."""

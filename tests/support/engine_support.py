@@ -265,8 +265,8 @@ def make_pair(
         "verify": 2.0,
         **settings,
     }
-    specs = {name: EngineSpec("worker", 2) for name in instances}
-    spec = PairSpec("main", 2, specs, Settings(**seconds), commit=commit)
+    specs = {name: EngineSpec(kind="worker", world_size=2) for name in instances}
+    spec = PairSpec("main", trainer_world=2, instances=specs, settings=Settings(**seconds), commit=commit)
     pair = Pair(spec)
     engines = {name: Engine(pair, name, [[ALL, ALL], [ALL]]) for name in instances}
     return pair, engines, [Trainer(pair, rank) for rank in range(2)]
@@ -302,7 +302,7 @@ class Play:
 
     async def join(self, name: str) -> None:
         """An instance joins, with its player."""
-        await self.pair.join(name, EngineSpec("worker", 2))
+        await self.pair.join(name, EngineSpec(kind="worker", world_size=2))
         self.engines[name] = Engine(self.pair, name, [[ALL, ALL], [ALL]])
         for trainer in self.trainers:
             trainer.cursor.setdefault(name, 0)

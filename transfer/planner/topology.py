@@ -10,24 +10,46 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import AfterValidator, Field, StrictBool
+from pydantic_core import PydanticCustomError
 
 from weightcast.transfer.boxes.arrays import FloatArray, IntArray
-from weightcast.transfer.documents import unique_keys
+from weightcast.transfer.documents import Record, unique_keys
 from weightcast.transfer.errors import LayoutError
 
 __all__ = ["LINK_NAMES", "Hosts", "Link", "Topology", "link_bytes", "link_seconds", "read_topology"]
 
-_SPEEDS = (1e-6, 1e9)
+_LEAST_SPEED, _MOST_SPEED = 1e-6, 1e9
 """Gigabits a second that a link may have: a kilobit to an exabit."""
 
-_MOST_LATENCY_US = 1e9
-_MOST_RANKS = 1 << 20
+
+def _speed(value: float) -> float:
+    if not (_LEAST_SPEED <= value <= _MOST_SPEED or value == math.inf):
+        raise PydanticCustomError("speed", "out of range")
+    return value
+
+
+def _without_default(schema: dict[str, Any]) -> None:
+    """Leaves the default out of a schema: JSON has no infinity."""
+    schema.pop("default", None)
+
+
+NicSpeed = Annotated[
+    float, Field(strict=True, ge=_LEAST_SPEED, le=_MOST_SPEED, description="a number from 1e-06 to 1e+09")
+]
+Speed = Annotated[
+    float,
+    Field(strict=True, description="a number from 1e-06 to 1e+09, or inf", json_schema_extra=_without_default),
+    AfterValidator(_speed),
+]
+Latency = Annotated[float, Field(strict=True, ge=0, le=1e9, description="a number from 0 to 1e+09")]
+RanksPerHost = Annotated[int, Field(strict=True, ge=1, le=1 << 20, description="an integer from 1 to 1048576")]
 
 
 class Link(IntEnum):
@@ -44,7 +66,7 @@ LINK_NAMES = ("NIC out", "NIC in", "NVLink out", "NVLink in", "memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(Record):
     """Speeds of links, in gigabits (10^9 bits) a second, each way; memory reads and writes share theirs.
 
     A NIC belongs to a rank, or with `nic_per_host` to a host, whose ranks share it. `ranks_per_host` says how ranks are
@@ -52,54 +74,21 @@ class Topology:
     hosts. `latency_us` is added for each hop. `between_instances` allows relays from one instance to another.
     """
 
-    nic_gbps: float
-    nvlink_gbps: float = math.inf
-    memory_gbps: float = math.inf
-    latency_us: float = 0.0
-    nic_per_host: bool = False
-    ranks_per_host: int | None = None
-    colocated: bool = False
-    between_instances: bool = True
+    refusal: ClassVar[type[LayoutError]] = LayoutError
 
-    def __post_init__(self) -> None:
-        low, high = _SPEEDS
-        if not low <= self.nic_gbps <= high:
-            _refuse("nic_gbps", self.nic_gbps, f"a number from {low:g} to {high:g}")
-        for name in ("nvlink_gbps", "memory_gbps"):
-            if not (low <= getattr(self, name) <= high or getattr(self, name) == math.inf):
-                _refuse(name, getattr(self, name), f"a number from {low:g} to {high:g}, or inf")
-        if not 0 <= self.latency_us <= _MOST_LATENCY_US:
-            _refuse("latency_us", self.latency_us, f"a number from 0 to {_MOST_LATENCY_US:g}")
-        if self.ranks_per_host is not None and not 1 <= self.ranks_per_host <= _MOST_RANKS:
-            _refuse("ranks_per_host", self.ranks_per_host, f"an integer from 1 to {_MOST_RANKS}")
-
-    @classmethod
-    def given(cls, values: Mapping[str, Any]) -> Topology:
-        """Makes a topology from fields by name. Raises LayoutError for unknown names, wrong types and wrong values."""
-        field_types = {field.name: _TYPES[str(field.type)] for field in fields(cls)}
-        for key, value in values.items():
-            if key not in field_types:
-                raise LayoutError(f"topology: key {key!r:.80} is not known; known are {', '.join(field_types)}")
-            if not isinstance(value, field_types[key]) or (isinstance(value, bool) and bool not in field_types[key]):
-                type_names = " or ".join(t.__name__ for t in field_types[key])
-                _refuse(key, value, type_names)
-        if "nic_gbps" not in values:
-            raise LayoutError("topology: 'nic_gbps' is missing")
-        return cls(**values)
+    nic_gbps: NicSpeed
+    nvlink_gbps: Speed = math.inf
+    memory_gbps: Speed = math.inf
+    latency_us: Latency = 0.0
+    nic_per_host: StrictBool = False
+    ranks_per_host: RanksPerHost | None = None
+    colocated: StrictBool = False
+    between_instances: StrictBool = True
 
     @property
     def document(self) -> dict[str, float | None]:
         """The fields that differ from their defaults, for JSON."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
-
-
-def _refuse(name: str, value: object, expected: str) -> NoReturn:
-    # Python refuses to write out integers of thousands of digits, which TOML can have in hexadecimal.
-    text = f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
-    raise LayoutError(f"topology: {name} is {text}, expected {expected}")
-
-
-_TYPES = {"float": (int, float), "bool": (bool,), "int | None": (int,)}
 
 
 def read_topology(data: bytes) -> Topology:

@@ -17,7 +17,9 @@ from weightcast.cluster.processes import running, start_process
 from weightcast.cluster.spec import read_spec
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks.host import name_of_node
+from weightcast.gateway.records import EngineSpec
 from weightcast.transfer.errors import AuthorizationError, InputError, TransferError
+from weightcast.transfer.planner.topology import Topology
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 
@@ -189,37 +191,37 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (('pair = "main"', ""), "'pair' is missing"),
-        (("ranks = 2", 'ranks = "2"'), "[trainer]: ranks is '2', expected a whole number"),
-        (('address = "auto"', "address = 3"), "[ray]: address is 3, expected text"),
-        (("ranks = 2", "ranks = 0"), "ranks and world_size must be 1 or more"),
-        (("world_size = 1", "world_size = true"), "[[instance]]: world_size is True, expected a whole number"),
-        (("entry =", "enter ="), "[trainer]: enter are not known; known are ranks, entry, checkpoint, backend"),
-        (('entry = "cluster_parts:make_source"', ""), "[trainer] wants an entry or a checkpoint, one of them"),
-        (('kind = "worker"', 'url = "http://a:1"'), "instance 'rollout-0' wants a command or a url, one of them"),
-        (("silence = 20", "silence = -1"), "setting silence is -1"),
-        (("[settings]", "[setting]"), "the file: setting are not known"),
-        (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit 'some', expected a name, and 'each' or 'all'"),
-        (("nic_gbps = 100", ""), "topology: 'nic_gbps' is missing"),
-        (("nic_gbps = 100", "nic_gbps = 0"), "topology: nic_gbps is 0, expected a number from 1e-06 to 1e+09"),
-        (("[topology]", "[[topology]]"), "[topology] is no table"),
-        (("[[instance]]", "[instance]"), "'instance' is no list of tables"),
+        (('pair = "main"', ""), "pair is missing"),
+        (("ranks = 2", 'ranks = "2"'), "trainer.ranks is '2', expected a whole number from 1 to 100000"),
+        (('address = "auto"', "address = 3"), "ray.address is 3, expected text"),
+        (("ranks = 2", "ranks = 0"), "trainer.ranks is 0, expected a whole number from 1 to 100000"),
+        (("world_size = 1", "world_size = true"), "instance.0.world_size is True, expected a whole number"),
+        (("entry =", "enter ="), "trainer.enter is not known; known are ranks, entry, checkpoint, backend"),
+        (('entry = "cluster_parts:make_source"', ""), "trainer: it wants an entry or a checkpoint, one of them"),
+        (('kind = "worker"', 'url = "http://a:1"'), "instance.0: 'rollout-0' wants a command or a url, one of them"),
+        (("silence = 20", "silence = -1"), "settings.silence is -1, expected a positive number of seconds"),
+        (("[settings]", "[setting]"), "setting is not known; known are pair, trainer, instance"),
+        (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit is 'some': Input should be 'each' or 'all'"),
+        (("nic_gbps = 100", ""), "topology.nic_gbps is missing"),
+        (("nic_gbps = 100", "nic_gbps = 0"), "topology.nic_gbps is 0, expected a number from 1e-06 to 1e+09"),
+        (("[topology]", "[[topology]]"), "topology is [{'nic_gbps': 100}], expected a table of nic_gbps, nvlink_gbps"),
+        (("[[instance]]", "[instance]"), "expected a list of tables: write [[instance]]"),
         (("ranks = 2", "ranks = "), "Invalid value"),
-        (("STRICT_SPREAD", "spread"), "[trainer] strategy is 'spread', expected one of PACK, SPREAD, STRICT_PACK"),
+        (("STRICT_SPREAD", "spread"), "trainer.strategy is 'spread': Input should be 'PACK', 'SPREAD', 'STRICT_PACK'"),
         (
             ("world_size = 1", "world_size = 1\ncount = 2"),
-            "count is 2, expected 0 or more, without a url, and",
+            "instance.0: count is 2, which wants no url,",
         ),
         (
             ("world_size = 1", "world_size = 1\ncount = 0"),
-            "count is 0, expected 0 or more, without a url, and",
+            "instance.0: count is 0, which wants no url,",
         ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str):
     file = tmp_path / "cluster.toml"
     file.write_text(SPEC.format(address="auto", folder=tmp_path, parts=PARTS))
-    assert (read_spec(file).pair, read_spec(file).topology) == ("main", {"nic_gbps": 100})
+    assert (read_spec(file).pair, read_spec(file).topology) == ("main", Topology(100))
     file.write_text(file.read_text().replace(*change))
     with pytest.raises(InputError) as caught:
         read_spec(file)
@@ -257,10 +259,9 @@ def test_what_a_file_says_of_values_is_in_the_engine_s_record(tmp_path: Path) ->
     file.write_text(
         'pair = "main"\n[trainer]\nranks = 1\nentry = "a:b"\n'
         '[[instance]]\nname = "e"\nworld_size = 1\nkind = "worker"\nallow_non_finite = ["*.mask"]\n'
-        '[[instance]]\nname = "f"\nworld_size = 1\nkind = "worker"\nnon_finite = "report"\n'
+        '[[instance]]\nname = "f"\nworld_size = 1\nkind = "worker"\nnon_finite = "report"\nhold = true\n'
     )
-    plain = {"kind": "worker", "world_size": 1}
-    assert [one.record("") for one in read_spec(file).instances] == [
-        {**plain, "allow_non_finite": ["*.mask"]},
-        {**plain, "non_finite": "report"},
+    assert [EngineSpec.given(one.record("")) for one in read_spec(file).instances] == [
+        EngineSpec(kind="worker", world_size=1, allow_non_finite=("*.mask",)),
+        EngineSpec(kind="worker", world_size=1, non_finite="report", hold=True),
     ]

@@ -251,6 +251,6 @@ def test_an_engine_that_is_held_is_not_let_go_by_the_gateway() -> None:
         return httpx.Response(200, json={"status": "ok"})
 
     for hold in (True, False):
-        spec = EngineSpec("sglang", 1, "http://127.0.0.1:1", hold=hold)
+        spec = EngineSpec(kind="sglang", world_size=1, url="http://127.0.0.1:1", hold=hold)
         asyncio.run(SGLangDriver("rollout-0", spec, 1.0, httpx.MockTransport(answer)).resume())
     assert asked == ["/continue_generation"]

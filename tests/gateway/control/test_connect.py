@@ -402,7 +402,8 @@ def test_a_trainer_that_starts_twice_before_its_turn_is_connected_once() -> None
     async def run() -> None:
         gateway = Gateway("127.0.0.1", 1)
         settings = Settings(register=0.3, join=0.3)
-        pair = await gateway.create(PairSpec("main", 1, {A: EngineSpec("worker", 1)}, settings))
+        engines = {A: EngineSpec(kind="worker", world_size=1)}
+        pair = await gateway.create(PairSpec("main", trainer_world=1, instances=engines, settings=settings))
         report = reports_of([[ALL]])[0]
         await pair.busy.acquire()
         for start in ("x.1", "x.2"):

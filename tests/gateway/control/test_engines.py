@@ -84,7 +84,7 @@ class Server:
 
 
 def driver_of(server: Server, pause: PauseMode = "abort", patience: float = 30.0) -> SGLangDriver:
-    spec = EngineSpec("sglang", 2, "http://engine:30000", pause)
+    spec = EngineSpec(kind="sglang", world_size=2, url="http://engine:30000", pause=pause)
     return SGLangDriver("rollout-0", spec, 5.0, httpx.MockTransport(server), patience)
 
 
@@ -245,7 +245,7 @@ def test_a_port_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the network, and past a proxy that the environment names."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     url = f"http://127.0.0.1:{free_port()}"
-    message = refusal(make_driver("rollout-0", EngineSpec("sglang", 1, url), 5.0), "begin")
+    message = refusal(make_driver("rollout-0", EngineSpec(kind="sglang", world_size=1, url=url), 5.0), "begin")
     assert message.startswith(f"instance rollout-0: POST {url}/begin_weight_update failed: ConnectError ")
 
 
@@ -255,7 +255,7 @@ def test_a_port_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(InputError) as caught:
-        make_driver("rollout-0", EngineSpec("sglang", 1, url), 5.0)
+        make_driver("rollout-0", EngineSpec(kind="sglang", world_size=1, url=url), 5.0)
     said = f"instance rollout-0: url is {url!r}, expected http://host:port of its SGLang server"
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
@@ -263,17 +263,17 @@ def test_urls_that_are_none(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "http://[::1]:30000", "https://engine.example/prefix"])
 def test_urls_of_servers(url: str) -> None:
-    assert isinstance(make_driver("rollout-0", EngineSpec("sglang", 1, url), 5.0), SGLangDriver)
+    assert isinstance(make_driver("rollout-0", EngineSpec(kind="sglang", world_size=1, url=url), 5.0), SGLangDriver)
 
 
 @pytest.mark.parametrize("kind", ["sglang", "worker"])
 @pytest.mark.parametrize("world", [0, -1])
 def test_an_instance_has_ranks(kind: Any, world: int) -> None:
     with pytest.raises(InputError, match=f"^instance rollout-0: world_size is {world}, expected at least 1$"):
-        make_driver("rollout-0", EngineSpec(kind, world, "http://engine:30000"), 5.0)
+        make_driver("rollout-0", EngineSpec(kind=kind, world_size=world, url="http://engine:30000"), 5.0)
 
 
 def test_ranks_without_an_engine_api_need_no_calls() -> None:
-    driver = make_driver("rollout-0", EngineSpec("worker", 2), 5.0)
+    driver = make_driver("rollout-0", EngineSpec(kind="worker", world_size=2), 5.0)
     assert isinstance(driver, WorkerDriver)
     follow(driver, *STEPS)

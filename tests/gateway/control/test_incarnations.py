@@ -421,7 +421,8 @@ class Asking(NamedTuple):
 def make_asking() -> Asking:
     async def made() -> tuple[Gateway, Pair]:
         gateway = Gateway("127.0.0.1", 1)
-        pair = await gateway.create(PairSpec("main", 2, {A: EngineSpec("worker", 1)}))
+        engines = {A: EngineSpec(kind="worker", world_size=1)}
+        pair = await gateway.create(PairSpec("main", trainer_world=2, instances=engines))
         return gateway, pair
 
     gateway, pair = asyncio.run(made())
@@ -575,7 +576,8 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
 
     async def run() -> None:
         gateway = Gateway("127.0.0.1", 1)
-        pair = await gateway.create(PairSpec("main", 1, {A: EngineSpec("worker", 1)}))
+        engines = {A: EngineSpec(kind="worker", world_size=1)}
+        pair = await gateway.create(PairSpec("main", trainer_world=1, instances=engines))
         app = make_app(gateway, Tokens(TOKEN))
         report = reports_of([[ALL]])[0]
         await pair.register_trainer(0, report, "a.1")
@@ -601,7 +603,8 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
 
 def test_an_offer_of_a_trainer_that_is_replaced_before_its_update_begins_counts_for_nobody() -> None:
     async def run() -> None:
-        pair = Pair(PairSpec("main", 2, {A: EngineSpec("worker", 1)}, Settings(offer=1.0)))
+        engines = {A: EngineSpec(kind="worker", world_size=1)}
+        pair = Pair(PairSpec("main", trainer_world=2, instances=engines, settings=Settings(offer=1.0)))
         reports = reports_of([[ALL], [ALL]])
         for rank in range(2):
             await pair.register_trainer(rank, reports[rank], f"a{rank}.1")

@@ -242,14 +242,15 @@ def test_who_waits_for_a_pair_that_is_deleted_is_answered() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"offer": 0.0}, "setting offer is 0.0, expected a positive number of seconds"),
-        ({"join": float("nan")}, "setting join is nan"),
-        ({"resends": -1}, "setting resends is -1, expected 0 or more"),
-        ({"resends": 1.5}, "setting resends is 1.5, expected a whole number"),
-        ({"replans": float("nan")}, "setting replans is nan, expected a finite number"),
-        ({"retries": 1e308}, "setting retries is 1e+308, expected at most 1000"),
-        ({"heartbeat": 30.0, "silence": 30.0}, "setting silence is 30.0, expected more than the 30.0 of heartbeat"),
-        ({"patience": 1.0}, "settings patience are not known; known are offer, register, "),
+        ({"offer": 0.0}, "settings: offer is 0.0, expected a positive number of seconds"),
+        ({"join": float("nan")}, "settings: join is nan, expected a positive number of seconds"),
+        ({"resends": -1}, "settings: resends is -1, expected a whole number from 0 to 1000"),
+        ({"resends": 1.5}, "settings: resends is 1.5, expected a whole number"),
+        ({"replans": float("nan")}, "settings: replans is nan, expected a whole number"),
+        ({"retries": 1e308}, "settings: retries is 1e+308, expected a whole number from 0 to 1000"),
+        ({"resends": True}, "settings: resends is True, expected a whole number"),
+        ({"heartbeat": 30.0, "silence": 30.0}, "settings: silence is 30.0, expected more than the 30.0 of heartbeat"),
+        ({"patience": 1.0}, "settings: patience is not known; known are offer, register, "),
     ],
 )
 def test_settings_that_are_none(settings: dict[str, Any], said: str) -> None:

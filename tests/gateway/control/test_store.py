@@ -31,7 +31,14 @@ from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import AbsentError, ControlError, DisplacedError
 from weightcast.transfer.planner.topology import Topology
 
-SPEC = PairSpec("main", 2, {A: EngineSpec("worker", 2)}, Settings(resends=1, offer=7.5), 1 << 20, "all")
+SPEC = PairSpec(
+    "main",
+    trainer_world=2,
+    instances={A: EngineSpec(kind="worker", world_size=2)},
+    settings=Settings(resends=1, offer=7.5),
+    bucket_bytes=1 << 20,
+    commit="all",
+)
 SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
 FIRST = TrainerProcess(0, "a.1", "h0", 812, 1e9, 1)
 SECOND = TrainerProcess(0, "b.1", "h1", 977, 1e9 + 153.5, 2)
@@ -63,7 +70,7 @@ def test_operators_at_the_same_moment_change_one_after_the_other(tmp_path: Path)
         assert isinstance(refused, ControlError)
         ((saved, _),) = gateway.store.load()
         assert (saved, saved.uid) == (SPEC, gateway.pair("main").spec.uid)
-        joins = [gateway.join("main", B, EngineSpec("worker", size)) for size in (2, 3)]
+        joins = [gateway.join("main", B, EngineSpec(kind="worker", world_size=size)) for size in (2, 3)]
         newcomer, refused = await asyncio.gather(*joins, return_exceptions=True)
         assert newcomer is gateway.pair("main").instance(B)
         assert isinstance(refused, ControlError)
@@ -121,7 +128,7 @@ def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path
         store = opened(file)
         ((spec, instances),) = store.load()
         assert (spec.name, spec.trainer_world, spec.settings.offer, spec.topology) == ("main", 2, 30.0, Topology(400))
-        worker = EngineSpec("worker", 2)
+        worker = EngineSpec(kind="worker", world_size=2)
         identities = {0: "8b2d69cd0f3c4d8680d32952f4e5b360", 1: "6d34dec14ccf4accac57b48706e6afd7"}
         assert instances[0] == SavedInstance("main", A, worker, 1, False, 1, False, False, identities)
         assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, 2, False)
@@ -140,7 +147,7 @@ def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path
 
 def test_what_is_said_of_values_comes_back_and_older_files_do_not_say_it(tmp_path: Path) -> None:
     async def run() -> None:
-        spec = EngineSpec("worker", 2, allow_non_finite=("model.mask", "*.bias"))
+        spec = EngineSpec(kind="worker", world_size=2, allow_non_finite=("model.mask", "*.bias"))
         saved = replace(SAVED, spec=spec)
         store = opened(tmp_path / "state")
         await store.save_pair(replace(SPEC, instances={A: spec}), [saved])
@@ -266,10 +273,10 @@ WRONG: dict[str, tuple[Callable[[sqlite3.Connection], object], str]] = {
     "commit some": (_pair(commit="some"), "commit is 'some'"),
     "verify maybe": (_pair(verify="maybe"), "verify is 'maybe'"),
     "settings text": (_pair(settings={"offer": "7"}), "settings.offer is '7'"),
-    "settings negative": (_pair(settings={"offer": -1.0}), "setting offer is -1.0"),
+    "settings negative": (_pair(settings={"offer": -1.0}), "settings.offer is -1.0, expected a positive"),
     "settings unknown": (_pair(settings={"patience": 1.0}), "settings.patience is not known"),
     "pair unknown": (_pair(colour="red"), "colour is not known"),
-    "pair without instances": (_pair(instances={}), "no instances"),
+    "pair without instances": (_pair(instances={}), "instances is {}: Dictionary should have at least 1 item"),
     "uid number": (_pair(uid=5), "uid is 5"),
     "no table": (_sql("drop table instances"), "no table instances"),
     "column missing": (_sql("alter table instances rename column state to status"), "no such column"),
@@ -579,7 +586,7 @@ def test_a_pair_that_cannot_be_written_is_none(tmp_path: Path) -> None:
         assert gateway.pairs == {}
         pair = await gateway.create(SPEC)
         with FullDisk(), pytest.raises(ControlError, match="cannot record"):
-            await gateway.join("main", B, EngineSpec("worker", 1))
+            await gateway.join("main", B, EngineSpec(kind="worker", world_size=1))
         with FullDisk(), pytest.raises(ControlError, match="cannot record"):
             await gateway.leave("main", A)
         assert [i.name for i in pair.present] == [A]

@@ -373,10 +373,11 @@ def test_an_instance_that_leaves_in_an_update_ends_it_for_itself_alone() -> None
 def test_who_may_not_join() -> None:
     async def run() -> None:
         play = await connected(A)
-        spec = EngineSpec("sglang", 1, "http://127.0.0.1:30000")
+        spec = EngineSpec(kind="sglang", world_size=1, url="http://127.0.0.1:30000")
         with pytest.raises(ControlError, match="has an instance rollout-0 already; it has to leave first"):
             await play.pair.join(A, spec)
-        assert await play.pair.join(A, EngineSpec("worker", 2)) is play.pair.instance(A), "the same again is no change"
+        same = EngineSpec(kind="worker", world_size=2)
+        assert await play.pair.join(A, same) is play.pair.instance(A), "the same again is no change"
         await play.pair.join(B, spec)
         with pytest.raises(InputError, match="each engine is one instance"):
             await play.pair.join("rollout-2", spec)

@@ -295,10 +295,10 @@ def test_nothing_is_counted_of_what_is_not_digested(
     ("spec", "said"),
     [
         ({"non_finite": "ignore"}, "Input should be 'refuse' or 'report'"),
-        ({"allow_non_finite": "w"}, "valid array"),
+        ({"allow_non_finite": "w"}, "allow_non_finite is 'w', expected a list"),
         ({"allow_non_finite": [""]}, "at least 1 character"),
         ({"non_finite": "report", "allow_non_finite": ["w"]}, "non_finite is 'report', which allows all"),
-        ({"allow_nonfinite": ["w"]}, "Extra inputs are not permitted"),
+        ({"allow_nonfinite": ["w"]}, "instances.e.allow_nonfinite is not known; known are kind, world_size, url"),
     ],
 )
 def test_records_that_are_none(spec: dict[str, Any], said: str, play: Callable[..., Any]) -> None:
