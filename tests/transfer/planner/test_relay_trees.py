@@ -247,3 +247,8 @@ def test_topologies_are_read():
 def test_faults_of_a_topology(text, message):
     with pytest.raises(LayoutError, match=message):
         read_topology(text.encode())
+
+
+def test_a_topology_made_in_code_is_checked_too():
+    with pytest.raises(LayoutError, match="nic_gbps is 0, expected a number from 1e-06"):
+        plan_of(1, [2], Hosts.packed([1, 2], 1), Topology(nic_gbps=0))
