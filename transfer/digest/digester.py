@@ -25,7 +25,7 @@ from weightcast.transfer.layout.dtypes import dtype_name, to_torch
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.verification import Sample, ValueCounts
 
-__all__ = ["Digester", "Reading", "digest_rows"]
+__all__ = ["Digester", "Reading"]
 
 
 class Reading(NamedTuple):
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 class Digester:
-    """Digests of k boxes of a rank, each as `digest(layout.box_view(...), offset, dtype)` gives it.
+    """Digests of k boxes of a rank.
 
     `rows` (k,) are rows of the layout's table. `offsets` and `sizes` (k, D) are boxes inside them, in coordinates of
     their logical tensors. `dtypes` (k,) are codes of the dtypes to digest in.
@@ -115,18 +115,6 @@ def _limits(boxes: Boxes, scanned: BoolArray) -> IntArray:
         memory_dtype, digest_dtype = boxes.kinds[kind][1], to_torch(dtype_name(code))
         limits.append(least_suspect(memory_dtype, digest_dtype, bool(as_stored)))
     return np.array(limits, dtype=np.int64)[inverse.reshape(-1)]
-
-
-def digest_rows(
-    layout: RankLayout,
-    rows: IntArray,
-    offsets: IntArray,
-    sizes: IntArray,
-    dtypes: IntArray,
-    sample: Sample | None = None,
-) -> DigestArray:
-    """Digests (k,) by a Digester that is needed once."""
-    return Digester(layout, rows, offsets, sizes, dtypes).run(sample)
 
 
 class _Stacks:
