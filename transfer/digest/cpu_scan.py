@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, DigestArray, IntArray
-from weightcast.transfer.copy.runs import MemoryAt
+from weightcast.transfer.copy.runs import memory_at
 from weightcast.transfer.digest.boxes import Boxes
 from weightcast.transfer.digest.constants import HALF_BITS, LINE_BYTES, constants
 from weightcast.transfer.digest.residues import add_runs
@@ -182,7 +182,7 @@ class _Pieces:
         address = layout.memory.address[boxes.base] + boxes.start * itemsize
         low = int(address.min())
         end = int((address + ((boxes.size - 1) * boxes.stride).sum(axis=1) * itemsize).max()) + itemsize
-        words = MemoryAt(low, ((end - low) // itemsize,), item, None).array()
+        words = memory_at(low, ((end - low) // itemsize,), item)
         order = _order(boxes)
         size, stride = (np.take_along_axis(column, order, axis=1) for column in (boxes.size, boxes.stride))
         padding = np.arange(boxes.size.shape[1]) >= boxes.ndim[:, None]
