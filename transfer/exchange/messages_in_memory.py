@@ -15,7 +15,7 @@ import torch
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.columns import pad_boxes
 from weightcast.transfer.boxes.slices import contiguous_strides
-from weightcast.transfer.boxes.strided import StridedCopies, join
+from weightcast.transfer.boxes.strided import Places, StridedCopies, join
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.exchange.messages import LARGE_BYTES, cut_messages, message_limit
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
@@ -153,30 +153,21 @@ def find_traffic(
     peers, departs, stage, number, dtype, nbytes, message, regions, offset, size, start = (
         np.concatenate(c) for c in zip(*columns, strict=True)
     )
-    base, first, stride, size = in_memory(layout, regions, offset, size)
-    copies = join(
-        StridedCopies(
-            message,
-            size,
-            np.stack([base, message], axis=1),
-            np.stack([first, start], axis=1),
-            np.stack([stride, contiguous_strides(size)], axis=2),
-        )
-    )
+    memory, size = in_memory(layout, regions, offset, size)
+    copies = join(StridedCopies.between(message, size, memory, Places(message, start, contiguous_strides(size))))
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
     direct = np.zeros(len(copies), dtype=bool) if staged else _direct(copies, dtype, layout, device, scatters)
     return RankMessages(peers, departs.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
 
 
-def in_memory(
-    layout: RankLayout, region: IntArray, offset: IntArray, size: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Base, first element, strides and size of boxes inside regions; all of one width."""
+def in_memory(layout: RankLayout, region: IntArray, offset: IntArray, size: IntArray) -> tuple[Places, IntArray]:
+    """The places of boxes inside regions, and their sizes; all of one width."""
     table, memory = layout.table, layout.memory
     width = max(table.tensors.width, offset.shape[1])
     stride = pad_boxes(memory.stride[region], width, 0)
     inside = pad_boxes(offset, width, 0) - pad_boxes(table.offset[region], width, 0)
-    return memory.base[region], memory.start[region] + (inside * stride).sum(axis=1), stride, pad_boxes(size, width, 1)
+    start = memory.start[region] + (inside * stride).sum(axis=1)
+    return Places(memory.base[region], start, stride), pad_boxes(size, width, 1)
 
 
 def _direct(
