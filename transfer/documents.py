@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
 from typing import Any
 
 from weightcast.transfer.errors import LayoutError
@@ -15,7 +16,6 @@ def unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     last of equal keys. Raises LayoutError."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        keys: set[Any] = set()
-        duplicate = next(key for key, _ in pairs if key in keys or keys.add(key))  # type: ignore[func-returns-value]
+        duplicate = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise LayoutError(f"key {reprlib.repr(duplicate)} occurs twice in one object")
     return mapping
