@@ -128,8 +128,7 @@ def _collapse(copies: StridedCopies) -> StridedCopies:
 def _join_adjacent(copies: StridedCopies) -> StridedCopies:
     """Joins rows that differ only in the length of their outermost dimension and begin where the one before ends."""
     k, width = copies.size.shape
-    outer = np.minimum((copies.size != 1).argmax(axis=1), width - 1)
-    outer = np.where((copies.size == 1).all(axis=1), width - 1, outer)
+    outer = np.where((copies.size == 1).all(axis=1), width - 1, (copies.size != 1).argmax(axis=1))
     rows = np.arange(k)
     length = copies.size[rows, outer]
     inner = copies.size.copy()

@@ -88,30 +88,23 @@ def check_operations(part: RankPart, layout: RankLayout) -> None:
                 f"{rank_name}: operation {int(rows[i])} moves {names[i]!r} offset {low[i].tolist()} "
                 f"size {size[i].tolist()}, but region {int(regions[i])} is {table.region(int(regions[i]))}"
             )
-        if not part.is_trainer:
-            _check_dtypes(part, layout, rows, regions, rank_name)
-
-
-def _check_dtypes(part: RankPart, layout: RankLayout, rows: IntArray, regions: IntArray, where: str) -> None:
-    memory_dtype = layout.table.tensors.dtype[layout.table.tensor[regions]]
-    wire_dtype = part.wire_dtype[rows]
-    if (memory_dtype != wire_dtype).any():
-        i = int((memory_dtype != wire_dtype).argmax())
-        raise PlanError(
-            f"{where}: tensor {part.tensors.names[int(part.operations.tensor[rows[i]])]!r} travels as "
-            f"{dtype_name(int(wire_dtype[i]))}, expected {dtype_name(int(memory_dtype[i]))} as it is held"
-        )
+        memory_dtype, wire_dtype = table.tensors.dtype[table.tensor[regions]], part.wire_dtype[rows]
+        cast = memory_dtype != wire_dtype
+        if not part.is_trainer and cast.any():
+            i = int(cast.argmax())
+            raise PlanError(
+                f"{rank_name}: tensor {names[i]!r} travels as {dtype_name(int(wire_dtype[i]))}, expected "
+                f"{dtype_name(int(memory_dtype[i]))} as it is held"
+            )
 
 
 def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
     """Rows of operations and the regions of this rank that they touch."""
     ops, leaves = part.operations, _departures(part)
-    arrivals, departures = np.flatnonzero(~leaves), np.flatnonzero(leaves)
-    copies = np.flatnonzero(ops.kind == Kind.COPY)
     if part.is_trainer:
         return [(np.arange(len(ops)), ops.src_region)]
-    reads = np.concatenate([departures, copies])
-    return [(arrivals, ops.dst_region[arrivals]), (reads, ops.src_region[reads])]
+    writes, reads = np.flatnonzero(~leaves), np.flatnonzero(leaves | (ops.kind == Kind.COPY))
+    return [(writes, ops.dst_region[writes]), (reads, ops.src_region[reads])]
 
 
 def find_traffic(

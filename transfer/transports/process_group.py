@@ -67,12 +67,11 @@ class TorchGroup:
         device: torch.device | None = None,
         interface: str = "",
     ) -> TorchGroup:
-        """Meets all members and connects to them.
+        """Meets all members and connects to them, as `join_group` says.
 
-        `labels` names the members in messages, "trainer rank 0" or "rollout-0 rank 1", in the order of their group
-        ranks; `name` is the same for all. `backend` is "gloo" or "nccl"; `device` is where messages lie, for NCCL a
-        CUDA device. `interface` is a network interface or an address of this host for Gloo; when empty, Gloo's own
-        choice (GLOO_SOCKET_IFNAME or the host's name). Raises DeadlineError naming who did not come.
+        `backend` is "gloo" or "nccl"; `device` is where messages lie, for NCCL a CUDA device. `interface` is a network
+        interface or an address of this host for Gloo; when empty, Gloo's own choice (GLOO_SOCKET_IFNAME or the host's
+        name).
         """
         naming = Naming(name, tuple(labels), rank)
         prefix_store = PrefixStore(f"weightcast/{name}", store)

@@ -45,12 +45,10 @@ class TcpGroup:
     def join(
         cls, store: Store, *, rank: int, labels: Sequence[str], name: str, deadline: Deadline, address: str = ""
     ) -> TcpGroup:
-        """Meets all members and connects to them.
+        """Meets all members and connects to them, as `join_group` says.
 
-        `labels` names the members in messages, "trainer rank 0" or "rollout-0 rank 1", in the order of their group
-        ranks; `name` is the same for all. `address` is the one of this host at which the others reach it; when empty,
-        the one from which this host reaches the store. Raises DeadlineError naming who did not come, TransferError
-        naming who cannot be reached.
+        An empty `address` stands for the one from which this host reaches the store. Raises TransferError naming who
+        cannot be reached.
         """
         if sys.platform != "linux":
             raise TransferError(f"{name}: backend 'tcp' needs Linux, found {sys.platform}; take 'gloo'")
