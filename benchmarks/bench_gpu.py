@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest.digester import digest_rows
+from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.exchange.schedule import Schedule, make_schedule
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout.memory import RankLayout
@@ -82,7 +82,7 @@ def measure(region_bytes: int, total: int, device: torch.device) -> None:
         "pack": staged(sending, "pack"),
         "unpack": staged(receiving, "unpack"),
         "replicas": receiving.replicate.run,
-        "digest": lambda: digest_rows(instance, rows.region, rows.offset, rows.size, rows.dtype),
+        "digest": lambda: Digester(instance, rows.region, rows.offset, rows.size, rows.dtype).run(),
     }
     print(f"{region_bytes >> 10:>6} KiB{2 * total / copy / 1e9:>9.0f} GB/s", end="")
     # A digest reads two slots of each expert and writes nothing, as many bytes as a copy reads and writes.

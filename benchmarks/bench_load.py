@@ -37,7 +37,7 @@ from turns import by_turns, times
 
 from weightcast.gateway.layouts.merge import merge_instance, merge_trainer
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.digest.digester import digest_rows
+from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.layout.tables import RankReport
@@ -124,7 +124,7 @@ def _fingerprint(layout: RankLayout) -> list[int]:
     """A digest of every region; padding, which the loader fills, is none."""
     table = layout.table
     dtype = table.tensors.dtype[table.tensor]
-    found: list[int] = digest_rows(layout, np.arange(len(table)), table.offset, table.size, dtype).tolist()
+    found: list[int] = Digester(layout, np.arange(len(table)), table.offset, table.size, dtype).run().tolist()
     return found
 
 

@@ -26,7 +26,7 @@ from fault_model import Seen, Sink, Source, fill
 from weightcast.gateway.ranks.instance import InstanceWorker
 from weightcast.gateway.ranks.membership import Member
 from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.transfer.copy.runs import MemoryAt
+from weightcast.transfer.copy.runs import memory_at
 from weightcast.transfer.errors import PairStateError, WeightcastError
 
 __all__ = ["PAIR", "run_engine", "run_trainer"]
@@ -99,7 +99,7 @@ class _Flipping:
     def post(self, sends: Any, receives: Any) -> Any:
         if sends and self._random is not None:
             peer, message = sends[0]
-            places = [MemoryAt(address, (n,), "|u1", None).array() for address, n in message.rows.tolist()]
+            places = [memory_at(address, (n,), "|u1") for address, n in message.rows.tolist()]
             sent = torch.from_numpy(np.concatenate(places))
             sent[self._random.randrange(sent.numel())] ^= 1 << self._random.randrange(8)
             sends, self._random = [(peer, sent), *sends[1:]], None  # type: ignore[assignment]

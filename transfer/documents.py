@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
 from functools import cache
 from typing import Any, ClassVar, Self
 
@@ -68,7 +69,9 @@ def _explained(fault: ErrorDetails, schema: dict[str, Any]) -> str:
     start = f"{path or 'it'} is {_shown(fault['input'])}"
     if "properties" in field:
         return f"{start}, expected a table of {', '.join(field['properties'])}"
-    if "description" in field and "enum" not in field:
+    if "enum" in field:
+        return f"{start}, expected {', '.join(map(repr, field['enum']))}"
+    if "description" in field:
         return f"{start}, expected {field['description']}"
     if fault["type"].endswith("_type") and field.get("type") in _TYPES:
         return f"{start}, expected {_TYPES[field['type']]}"
@@ -101,7 +104,6 @@ def unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     last of equal keys. Raises LayoutError."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        keys: set[Any] = set()
-        duplicate = next(key for key, _ in pairs if key in keys or keys.add(key))  # type: ignore[func-returns-value]
+        duplicate = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise LayoutError(f"key {reprlib.repr(duplicate)} occurs twice in one object")
     return mapping

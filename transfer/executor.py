@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightcast.transfer.colocated.peers import Neighbours, device_of
+from weightcast.transfer.colocated.peers import Neighbours, device_of, settle
 from weightcast.transfer.colocated.sharing import share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import PlanError, StalePlanError, TransferError
@@ -158,8 +158,7 @@ class Executor:
         self._shared.finish(deadline)
         watch.charge("shared")
         schedule.replicate.run()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        settle(self._device)
         watch.charge("replicate")
         return watch.report()
 

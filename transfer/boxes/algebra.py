@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
-from weightcast.transfer.boxes.columns import any_column, concatenate, lex_sort, ranges, shared, starts_of, volumes
+from weightcast.transfer.boxes.columns import any_column, changes, lex_sort, ranges, shared, starts_of, volumes
 from weightcast.transfer.errors import LayoutError
 
 __all__ = ["Cells", "decompose", "intersect", "overlaps", "uncovered"]
@@ -25,6 +26,13 @@ PAIR_LIMIT = 1 << 30
 CELL_LIMIT = 1 << 23
 """Box-in-cell incidences that a grid may make (its memory is about 100 bytes each)."""
 _SPLIT_ROUNDS = 64
+
+
+Columns: TypeAlias = tuple[IntArray, IntArray, IntArray]
+Boxes: TypeAlias = Columns
+"""Key, offset and size of boxes."""
+Pairs: TypeAlias = tuple[IntArray, IntArray, IntArray, IntArray]
+"""Pairs of boxes: left row, right row, and offset and size of the box that the two share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +58,8 @@ class Cells:
         return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.start))
 
 
-def intersect(
-    left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray]
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Pairs of a left and a right box that share an element: (left row, right row, offset, size), all in columns.
-
-    Each side is (key, offset, size). The pairs are ordered by right row, then left row.
+def intersect(left: Boxes, right: Boxes) -> Pairs:
+    """Pairs of a left and a right box that share an element, ordered by right row, then left row.
     """
     left_key, right_key = left[0], right[0]
     keys = 1 + max(int(left_key.max(initial=-1)), int(right_key.max(initial=-1)))
@@ -76,9 +80,7 @@ def intersect(
     return a[order], b[order], np.take(offset, order, axis=0), np.take(size, order, axis=0)
 
 
-def _meet(
-    left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray], a: IntArray, b: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _meet(left: Boxes, right: Boxes, a: IntArray, b: IntArray) -> Pairs:
     """Those of the candidate pairs `a`, `b` that share an element, with the box they share."""
     low_a, low_b = np.take(left[1], a, axis=0), np.take(right[1], b, axis=0)
     offset = np.maximum(low_a, low_b)
@@ -96,9 +98,7 @@ def _meet(
     return a[rows], b[rows], np.take(offset, rows, axis=0), np.take(size, rows, axis=0)
 
 
-def _join(
-    left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray], a: IntArray, b: IntArray
-) -> Iterator[tuple[IntArray, IntArray, IntArray, IntArray]]:
+def _join(left: Boxes, right: Boxes, a: IntArray, b: IntArray) -> Iterator[Pairs]:
     """Pairs of left rows `a` and right rows `b` that share an element, in chunks.
 
     For each right row, candidates are those whose intervals meet along the dimension that leaves the fewest.
@@ -108,9 +108,8 @@ def _join(
     best: IntArray | None = None
     for dim in range(left[1].shape[1]):
         low_a, low_b = left[1][a, dim], right[1][b, dim]
-        order, low, high = _candidates(
-            (key_a, low_a, low_a + left[2][a, dim]), (key_b, low_b, low_b + right[2][b, dim])
-        )
+        high_a, high_b = low_a + left[2][a, dim], low_b + right[2][b, dim]
+        order, low, high = _candidates((key_a, low_a, high_a), (key_b, low_b, high_b))
         count = np.maximum(high - low, 0)
         if best is None:
             best, start, orders = count, low, [order]
@@ -123,15 +122,11 @@ def _join(
     assert best is not None
     by_dim = np.stack(orders)
     for part in _chunks(best):
-        position = ranges(start[part], best[part])
-        yield _meet(
-            left, right, a[by_dim[np.repeat(from_dim[part], best[part]), position]], np.repeat(b[part], best[part])
-        )
+        rows = by_dim[np.repeat(from_dim[part], best[part]), ranges(start[part], best[part])]
+        yield _meet(left, right, a[rows], np.repeat(b[part], best[part]))
 
 
-def _candidates(
-    left: tuple[IntArray, IntArray, IntArray], right: tuple[IntArray, IntArray, IntArray]
-) -> tuple[IntArray, IntArray, IntArray]:
+def _candidates(left: Columns, right: Columns) -> Columns:
     """Interval join of (key, low, high) columns, keys dense: an order of left rows, and two positions per right row.
 
     All left rows whose interval meets that of the right row lie in the order between them: first, and last + 1.
@@ -168,6 +163,11 @@ def _chunks(count: IntArray) -> Iterator[slice]:
         yield slice(start, stop)
 
 
+def _take(boxes: Boxes, rows: IntArray) -> Boxes:
+    key, offset, size = boxes
+    return key[rows], np.take(offset, rows, axis=0), np.take(size, rows, axis=0)
+
+
 def overlaps(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray, IntArray]:
     """Pairs of rows of one key whose boxes share an element; at least one pair for each connected set of such boxes.
 
@@ -176,7 +176,7 @@ def overlaps(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray,
     rows, begins = _distinct(key, offset, size)
     equal = np.flatnonzero(~begins)
     first = rows[begins]
-    a, b = _crossing(key[first], np.take(offset, first, axis=0), np.take(size, first, axis=0))[:2]
+    a, b = _crossing(*_take((key, offset, size), first))[:2]
     return np.concatenate([rows[equal - 1], first[a]]), np.concatenate([rows[equal], first[b]])
 
 
@@ -196,9 +196,7 @@ def _crossing(key: IntArray, offset: IntArray, size: IntArray) -> tuple[IntArray
     A group is a set of boxes that no cut through all of it, from side to side, can take apart. Different groups never
     meet. A box is near a pair if its group has one.
     """
-    starts = np.ones(key.shape[0], dtype=np.bool_)
-    np.not_equal(key[1:], key[:-1], out=starts[1:])
-    rows, group = _crowded(np.arange(key.shape[0], dtype=np.int64), starts)
+    rows, group = _crowded(np.arange(key.shape[0], dtype=np.int64), changes(key))
     idle_turns = turn = 0
     dims = offset.shape[1]
     while rows.size and idle_turns < dims and turn < _SPLIT_ROUNDS:
@@ -242,9 +240,8 @@ def _pairs_within(group: IntArray, offset: IntArray, size: IntArray) -> tuple[In
     """All pairs of rows of one group that share an element, each once."""
     boxes = (group, offset, size)
     rows = np.arange(group.shape[0], dtype=np.int64)
-    pairs = [(a, b) for a, b in ((p[0], p[1]) for p in _join(boxes, boxes, rows, rows))]
-    a = concatenate([pair[0] for pair in pairs], rows)
-    b = concatenate([pair[1] for pair in pairs], rows)
+    pairs = list(_join(boxes, boxes, rows, rows))
+    a, b = (np.concatenate([rows[:0], *(pair[side] for pair in pairs)]) for side in (0, 1))
     return a[a < b], b[a < b]
 
 
@@ -256,8 +253,7 @@ def decompose(key: IntArray, offset: IntArray, size: IntArray, label: Callable[[
     """
     row, begins = _distinct(key, offset, size)
     start = starts_of(begins)
-    first = row[begins]
-    boxes = (key[first], np.take(offset, first, axis=0), np.take(size, first, axis=0))
+    boxes = _take((key, offset, size), row[begins])
     _, _, tangled, group = _crossing(*boxes)
     if not tangled.size:
         return Cells(*boxes, start, row)
@@ -265,19 +261,12 @@ def decompose(key: IntArray, offset: IntArray, size: IntArray, label: Callable[[
 
 
 def _with_grid(
-    boxes: tuple[IntArray, IntArray, IntArray],
-    start: IntArray,
-    row: IntArray,
-    tangled: IntArray,
-    group: IntArray,
-    label: Callable[[int], str],
+    boxes: Boxes, start: IntArray, row: IntArray, tangled: IntArray, group: IntArray, label: Callable[[int], str]
 ) -> Cells:
     """Cells of distinct boxes of which the `tangled` ones are cut along the edges of their group."""
     key, offset, size = boxes
-    names = key[tangled]
-    cells, box = _grid(
-        group, np.take(offset, tangled, axis=0), np.take(size, tangled, axis=0), lambda i: label(int(names[i]))
-    )
+    names, tangled_offset, tangled_size = _take(boxes, tangled)
+    cells, box = _grid(group, tangled_offset, tangled_size, lambda i: label(int(names[i])))
     plain_mask = np.ones(key.shape[0], dtype=np.bool_)
     plain_mask[tangled] = False
     plain = np.flatnonzero(plain_mask)
@@ -323,10 +312,7 @@ def _grid(
     count = incidences.astype(np.int64)
     box = np.repeat(np.arange(group.shape[0], dtype=np.int64), count)
     number = ranges(np.zeros_like(count), count)
-    cell_offset, cell_size = (
-        np.empty((box.shape[0], dims), dtype=np.int64),
-        np.empty((box.shape[0], dims), dtype=np.int64),
-    )
+    cell_offset, cell_size = np.empty((2, box.shape[0], dims), dtype=np.int64)
     for dim in reversed(range(dims)):
         length = (high[:, dim] - low[:, dim])[box]
         edge = low[box, dim] + number % length

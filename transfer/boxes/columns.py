@@ -15,7 +15,7 @@ from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 
 __all__ = [
     "any_column",
-    "concatenate",
+    "changes",
     "find_names",
     "lex_sort",
     "number_names",
@@ -58,7 +58,7 @@ def lex_sort(columns: Sequence[IntArray]) -> tuple[IntArray, BoolArray]:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
     codes, extent, width = _pack(columns, np.zeros(n, dtype=np.int64), 1)
     order = stable_order(codes, extent)
-    begins = _changes(codes[order])
+    begins = changes(codes[order])
     tail = columns[width:]
     positions, starts = np.arange(n, dtype=np.int64), begins
     while tail:
@@ -71,7 +71,7 @@ def lex_sort(columns: Sequence[IntArray]) -> tuple[IntArray, BoolArray]:
         tail = tail[width:]
         suborder = stable_order(codes, extent)
         order[positions] = rows[suborder]
-        starts = begins[positions] = _changes(codes[suborder])
+        starts = begins[positions] = changes(codes[suborder])
     return order, begins
 
 
@@ -94,11 +94,11 @@ def _pack(columns: Sequence[IntArray], group: IntArray, groups: int) -> tuple[In
     return codes, extent, width
 
 
-def _changes(values: IntArray) -> BoolArray:
+def changes(values: IntArray) -> BoolArray:
     """Mask of values that differ from the one before; true for the first."""
-    changes = np.ones(values.shape[0], dtype=np.bool_)
-    np.not_equal(values[1:], values[:-1], out=changes[1:])
-    return changes
+    mask = np.ones(values.shape[0], dtype=np.bool_)
+    np.not_equal(values[1:], values[:-1], out=mask[1:])
+    return mask
 
 
 def shared(begins: BoolArray) -> BoolArray:
@@ -144,11 +144,6 @@ def number_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
 def find_names(index: Mapping[str, int], names: Sequence[str]) -> IntArray:
     """Number (n,) of each name, -1 for an unknown one."""
     return np.fromiter(map(index.get, names, repeat(-1)), dtype=np.int64, count=len(names))
-
-
-def concatenate(parts: Sequence[IntArray], like: IntArray) -> IntArray:
-    """Concatenates arrays; without any, gives zero rows of `like`'s shape."""
-    return np.concatenate(parts) if parts else like[:0]
 
 
 def pad_boxes(column: IntArray, width: int, fill: int) -> IntArray:

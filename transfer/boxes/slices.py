@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import FloatArray, IntArray
-from weightcast.transfer.boxes.columns import lex_sort
+from weightcast.transfer.boxes.columns import lex_sort, ranges
 
 __all__ = ["between_slices", "boxes_of_runs", "contiguous_strides", "shape_order", "split_boxes"]
 
 
 def contiguous_strides(size: IntArray) -> IntArray:
-    """Strides (k, D) of boxes that lie in row-major order without gaps."""
+    """Strides (k, D) of boxes that lie in row-major order without gaps: the elements in a slice of each dimension."""
     inner = np.ones_like(size)
     inner[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
     return inner
@@ -28,14 +28,12 @@ def split_boxes(size: IntArray, itemsize: IntArray, limit: int) -> tuple[IntArra
     become single indices, and those after it stay whole. Boxes without elements give no piece.
     """
     n, width = size.shape
-    inner = np.ones((n, width + 1), dtype=np.int64)
-    inner[:, :-1] = np.cumprod(size[:, ::-1], axis=1)[:, ::-1]
-    inner *= itemsize[:, None]
+    inner = contiguous_strides(size) * itemsize[:, None]
     # The outermost dimension whose single index, with all that is inside it, fits.
-    axis = (inner[:, 1:] <= limit).argmax(axis=1)
+    axis = (inner <= limit).argmax(axis=1)
     rows = np.arange(n)
     extent = size[rows, axis]
-    capacity = np.maximum(limit // np.maximum(inner[rows, axis + 1], 1), 1)
+    capacity = np.maximum(limit // np.maximum(inner[rows, axis], 1), 1)
     parts = np.maximum(-(-extent // capacity), 1)
     step = np.maximum(-(-extent // parts), 1)
     parts = np.maximum(-(-extent // step), 1)
@@ -43,9 +41,9 @@ def split_boxes(size: IntArray, itemsize: IntArray, limit: int) -> tuple[IntArra
     dims = np.arange(width)[None, :]
     grid = np.where(dims < axis[:, None], size, 1)
     grid[rows, axis] = parts
-    count = np.where(inner[:, 0] > 0, grid.prod(axis=1), 0)
+    count = np.where((size > 0).all(axis=1), grid.prod(axis=1), 0)
     row = np.repeat(rows, count)
-    index = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    index = ranges(np.zeros_like(count), count)
 
     offset = np.zeros((len(row), width), dtype=np.int64)
     for d in reversed(range(width)):
@@ -73,7 +71,7 @@ def between_slices(place: FloatArray, size: IntArray, slack: FloatArray) -> IntA
     nearest element. Places in one box with one slack never overtake each other.
     """
     cut = np.rint(place).astype(np.int64)
-    unit = _units(size)
+    unit = contiguous_strides(size)
     for dim in range(size.shape[1] - 1, -1, -1):
         boundary = np.rint(place / unit[:, dim]).astype(np.int64) * unit[:, dim]
         cut = np.where(np.abs(boundary - place) <= slack, boundary, cut)
@@ -85,7 +83,7 @@ def boxes_of_runs(size: IntArray, begin: IntArray, end: IntArray) -> tuple[IntAr
 
     Run i has the elements `begin[i]` to `end[i]` - 1, at least one, of a box of `size[i]` in row-major order.
     """
-    unit, volume = _units(size), size.prod(axis=1)
+    unit, volume = contiguous_strides(size), size.prod(axis=1)
     full_rows = np.flatnonzero((begin == 0) & (end == volume))
     pieces = [(full_rows, begin[full_rows], np.zeros_like(size[full_rows]), size[full_rows])]
     rows = np.flatnonzero((begin > 0) | (end < volume))
@@ -104,13 +102,6 @@ def boxes_of_runs(size: IntArray, begin: IntArray, end: IntArray) -> tuple[IntAr
     run, low, offset, extent = (np.concatenate(column) for column in zip(*pieces, strict=True))
     order, _ = lex_sort([run, low])
     return run[order], np.take(offset, order, axis=0), np.take(extent, order, axis=0)
-
-
-def _units(size: IntArray) -> IntArray:
-    """Number of elements (n, D) in a slice of each dimension."""
-    unit = np.ones_like(size)
-    unit[:, :-1] = np.cumprod(size[:, :0:-1], axis=1)[:, ::-1]
-    return unit
 
 
 def _box(size: IntArray, unit: IntArray, dim: int, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:

@@ -8,12 +8,22 @@ numpy columns; only the copies that are left become Python objects.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.columns import ranges
 
-__all__ = ["StridedCopies", "join", "unroll"]
+__all__ = ["Places", "StridedCopies", "join", "unroll"]
+
+
+class Places(NamedTuple):
+    """One side of k copies, or boxes alone: `base` (k,), `start` (k,) and `stride` (k, D), as in StridedCopies."""
+
+    base: IntArray
+    start: IntArray
+    stride: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +40,12 @@ class StridedCopies:
     base: IntArray
     start: IntArray
     stride: IntArray
+
+    @classmethod
+    def between(cls, group: IntArray, size: IntArray, first: Places, second: Places) -> StridedCopies:
+        """Copies between two sides that are given one by one; strides have the width of `size`."""
+        base, start = np.stack([first.base, second.base], axis=1), np.stack([first.start, second.start], axis=1)
+        return cls(group, size, base, start, np.stack([first.stride, second.stride], axis=2))
 
     def __len__(self) -> int:
         return int(self.group.shape[0])
@@ -68,7 +84,7 @@ def unroll(copies: StridedCopies, rows: IntArray) -> tuple[IntArray, IntArray]:
     """
     count = copies.size[rows, :-1].prod(axis=1)
     copy = np.repeat(rows, count)
-    index = np.arange(len(copy)) - np.repeat(np.cumsum(count) - count, count)
+    index = ranges(np.zeros_like(count), count)
     start = copies.start[copy]
     for d in reversed(range(copies.size.shape[1] - 1)):
         start += (index % copies.size[copy, d])[:, None] * copies.stride[copy, d]
@@ -112,8 +128,7 @@ def _collapse(copies: StridedCopies) -> StridedCopies:
 def _join_adjacent(copies: StridedCopies) -> StridedCopies:
     """Joins rows that differ only in the length of their outermost dimension and begin where the one before ends."""
     k, width = copies.size.shape
-    outer = np.minimum((copies.size != 1).argmax(axis=1), width - 1)
-    outer = np.where((copies.size == 1).all(axis=1), width - 1, outer)
+    outer = np.where((copies.size == 1).all(axis=1), width - 1, (copies.size != 1).argmax(axis=1))
     rows = np.arange(k)
     length = copies.size[rows, outer]
     inner = copies.size.copy()

@@ -71,8 +71,8 @@ def make_staging(part: RankPart, layout: RankLayout, rows: Mapping[int, IntArray
 def in_place_offer(part: RankPart, layout: RankLayout, rows: IntArray) -> Offer:
     """The offer of the boxes of `rows` in this rank's own memory. Raises TransferError when that is not shared."""
     ops = part.operations
-    base, start, stride, _ = in_memory(layout, ops.src_region[rows], ops.offset[rows], ops.size[rows])
-    bases, base = np.unique(base, return_inverse=True)
+    boxes, _ = in_memory(layout, ops.src_region[rows], ops.offset[rows], ops.size[rows])
+    bases, base = np.unique(boxes.base, return_inverse=True)
     places: list[tuple[int, int, int, int]] = []
     segments: dict[Segment, int] = {}
     segment_at: dict[int, tuple[Segment, int]] = {}
@@ -85,7 +85,7 @@ def in_place_offer(part: RankPart, layout: RankLayout, rows: IntArray) -> Offer:
         index = segments.setdefault(segment, len(segments))
         places.append((index, first, flat.numel(), dtype_code(from_torch(flat.dtype))))
     columns = np.array(places, dtype=np.int64).reshape(-1, 4).T
-    box = (base.astype(np.int64), start, stride)
+    box = (base.astype(np.int64), boxes.start, boxes.stride)
     return Offer(False, tuple(segments), columns[0], columns[1], columns[2], columns[3], *box)
 
 

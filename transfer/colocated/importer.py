@@ -8,21 +8,20 @@ in the cache. From a staging buffer messages are unpacked as if they had arrived
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from weightcast.transfer.boxes.arrays import BoolArray, IntArray
+from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.boxes.columns import pad_boxes
 from weightcast.transfer.boxes.slices import contiguous_strides, shape_order
-from weightcast.transfer.boxes.strided import StridedCopies, join
+from weightcast.transfer.boxes.strided import Places, StridedCopies, join
 from weightcast.transfer.colocated.exporter import only_rows
 from weightcast.transfer.colocated.offers import Offer
 from weightcast.transfer.colocated.segment import Segment
 from weightcast.transfer.copy.batch import CopyBatch, make_copies
 from weightcast.transfer.copy.runs import SCRATCH_BYTES
-from weightcast.transfer.exchange.messages import cut_messages
+from weightcast.transfer.exchange.messages import Messages, cut_messages
 from weightcast.transfer.exchange.messages_in_memory import find_traffic, in_memory
 from weightcast.transfer.exchange.schedule import make_rounds
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
@@ -33,23 +32,6 @@ __all__ = ["ImportedBoxes"]
 
 _CAST_BYTES = 1 << 20
 """Bytes that are cast at a time: packed bytes are still in the CPU's cache when they are unpacked."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ends:
-    """k boxes in two memories, in columns: side 0 is read, side 1 written. As in StridedCopies, but in no group.
-
-    `wire` (k,) is the dtype code in which each arrives.
-    """
-
-    wire: IntArray
-    size: IntArray
-    base: IntArray
-    start: IntArray
-    stride: IntArray
-
-    def take(self, rows: IntArray | BoolArray) -> _Ends:
-        return _Ends(*(getattr(self, name)[rows] for name in self.__slots__))
 
 
 class ImportedBoxes:
@@ -76,7 +58,7 @@ class ImportedBoxes:
             if offer.staged:
                 return self._unpacking(rows, offer, opened, whose)
             offer.check(self._part.operations.size[rows], whose)
-            return self._in_place(self._ends(rows, offer), _bases(offer, opened))
+            return self._in_place(rows, offer, _bases(offer, opened))
 
     def _unpacking(
         self, rows: IntArray, offer: Offer, opened: Mapping[Segment, torch.Tensor], whose: str
@@ -87,65 +69,55 @@ class ImportedBoxes:
         rounds = make_rounds(traffic, self._layout, buffer, offer.start, self._scratch)
         return [step.unpack for step in rounds]
 
-    def _ends(self, rows: IntArray, offer: Offer) -> _Ends:
-        """The boxes of `rows` that are not empty."""
-        ops = self._part.operations
-        base, start, stride, size = in_memory(self._layout, ops.dst_region[rows], ops.offset[rows], ops.size[rows])
-        width = max(stride.shape[1], offer.stride.shape[1])
-        ends = _Ends(
-            self._part.wire_dtype[rows],
-            pad_boxes(size, width, 1),
-            np.stack([offer.base, base], axis=1),
-            np.stack([offer.start, start], axis=1),
-            np.stack([pad_boxes(offer.stride, width, 0), pad_boxes(stride, width, 0)], axis=2),
-        )
-        return ends.take(size.prod(axis=1) > 0)
-
-    def _in_place(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+    def _in_place(self, rows: IntArray, offer: Offer, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+        boxes, wire = self._copies(rows, offer), self._part.wire_dtype[rows]
         targets, batch = self._layout.memory.bases, CopyBatch()
-        kinds = [np.array([t.dtype for t in side] + [None], dtype=object)[ends.base[:, i]]
+        kinds = [np.array([t.dtype for t in side] + [None], dtype=object)[boxes.base[:, i]]
                  for i, side in enumerate((sources, targets))]  # fmt: skip
-        dtype_match = np.asarray(kinds[0] == kinds[1], dtype=bool)
-        boxes = ends.take(dtype_match)
-        boxes = boxes.take(shape_order(boxes.size))
-        group = np.zeros(len(boxes.wire), dtype=np.int64)
-        copies = join(StridedCopies(group, boxes.size, boxes.base, boxes.start, boxes.stride))
+        has_elements, dtype_match = (boxes.size > 0).all(axis=1), np.asarray(kinds[0] == kinds[1], dtype=bool)
+        plain = boxes.take(has_elements & dtype_match)
+        copies = join(plain.take(shape_order(plain.size)))
         make_copies(copies, (sources, targets), None, [batch], np.zeros(len(copies), dtype=np.int64), self._scratch)
-        return [batch, *self._cast(ends.take(~dtype_match), sources)]
+        casts = has_elements & ~dtype_match
+        return [batch, *self._cast(boxes.take(casts), wire[casts], sources)]
 
-    def _cast(self, ends: _Ends, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
-        """For each message a batch that packs it and one that unpacks it."""
-        if not len(ends.wire):
+    def _copies(self, rows: IntArray, offer: Offer) -> StridedCopies:
+        """The boxes of `rows` from the offer's memory to this rank's, all in one group."""
+        ops = self._part.operations
+        target, size = in_memory(self._layout, ops.dst_region[rows], ops.offset[rows], ops.size[rows])
+        width = max(size.shape[1], offer.stride.shape[1])
+        source, target = (
+            places._replace(stride=pad_boxes(places.stride, width, 0))
+            for places in (Places(offer.base, offer.start, offer.stride), target)
+        )
+        group = np.zeros(len(rows), dtype=np.int64)
+        return StridedCopies.between(group, pad_boxes(size, width, 1), source, target)
+
+    def _cast(self, boxes: StridedCopies, wire: IntArray, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
+        """For each message a batch that packs it and one that unpacks it. `wire` (k,) are codes of dtypes."""
+        if not len(boxes):
             return []
         if not self._staging.nbytes:
             nbytes = min(self._part.bucket_bytes, _CAST_BYTES)
             self._staging = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        pieces = cut_messages(ends.size, ends.wire, self._staging.nbytes)
+        pieces = cut_messages(boxes.size, wire, self._staging.nbytes)
         columns = pieces.nbytes.tolist(), pieces.dtype.tolist()
         messages = [self._staging[:n].view(to_torch(dtype_name(code))) for n, code in zip(*columns, strict=True)]
         batches = [CopyBatch() for _ in range(2 * len(messages))]
-        packing = _between(ends, pieces.box, pieces.offset, pieces.size, pieces.message, pieces.start, 0)
+        packing, unpacking = _to_messages(boxes, pieces, 0), _to_messages(boxes, pieces, 1).turned()
         make_copies(packing, (sources, messages), 1, batches[::2], packing.group, self._scratch)
-        unpacking = _between(ends, pieces.box, pieces.offset, pieces.size, pieces.message, pieces.start, 1).turned()
         memory = self._layout.memory.bases
         make_copies(unpacking, (messages, memory), 0, batches[1::2], unpacking.group, self._scratch)
         return batches
 
 
-def _between(
-    ends: _Ends, box: IntArray, offset: IntArray, size: IntArray, message: IntArray, at: IntArray, side: int
-) -> StridedCopies:
-    """Pieces of boxes as they lie in the memory of a side, and in messages, element `at` on."""
-    start = ends.start[box, side] + (offset * ends.stride[box, :, side]).sum(axis=1)
-    return join(
-        StridedCopies(
-            message,
-            size,
-            np.stack([ends.base[box, side], message], axis=1),
-            np.stack([start, at], axis=1),
-            np.stack([ends.stride[box, :, side], contiguous_strides(size)], axis=2),
-        )
-    )
+def _to_messages(boxes: StridedCopies, pieces: Messages, side: int) -> StridedCopies:
+    """The pieces of boxes as they lie in the memory of a side, and in messages."""
+    stride = boxes.stride[pieces.box, :, side]
+    start = boxes.start[pieces.box, side] + (pieces.offset * stride).sum(axis=1)
+    memory = Places(boxes.base[pieces.box, side], start, stride)
+    message = Places(pieces.message, pieces.start, contiguous_strides(pieces.size))
+    return join(StridedCopies.between(pieces.message, pieces.size, memory, message))
 
 
 def _bases(offer: Offer, opened: Mapping[Segment, torch.Tensor]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import RankPart
 from weightcast.transfer.transports.communicator import Communicator
 
-__all__ = ["NOWHERE", "Neighbours", "PeerPlace", "device_of", "find_neighbours", "here", "meet_neighbours"]
+__all__ = ["NOWHERE", "Neighbours", "PeerPlace", "device_of", "find_neighbours", "here", "meet_neighbours", "settle"]
 
 _ANSWER_BYTES = 4096
 """Every answer has this length, so that nobody has to ask for it first."""
@@ -52,6 +52,12 @@ NOWHERE = PeerPlace("")
 def device_of(layout: RankLayout) -> torch.device:
     """The device of the weights of a rank; the CPU for a rank that has none."""
     return next((base.device for base in layout.memory.bases), torch.device(CPU))
+
+
+def settle(device: torch.device) -> None:
+    """Waits for the work that this process has given to a GPU: other processes do not see its streams."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def here(device: torch.device) -> PeerPlace:

@@ -25,7 +25,7 @@ from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.colocated.exporter import Staging, in_place_offer, make_staging, open_segment
 from weightcast.transfer.colocated.importer import ImportedBoxes
 from weightcast.transfer.colocated.offers import MAX_OFFER_BYTES, decode_offer, encode_offer, generation_of
-from weightcast.transfer.colocated.peers import Neighbours, device_of
+from weightcast.transfer.colocated.peers import Neighbours, device_of, settle
 from weightcast.transfer.copy.batch import CopyBatch
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import StalePlanError, TransferError
@@ -94,11 +94,6 @@ class _End:
             if word != number:
                 raise TransferError(f"{self._labels[peer]} said {word}, expected {number}; connect again")
 
-    def _settle(self) -> None:
-        """Waits for the work that this process has given to a GPU: other processes do not see its streams."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
 
 def _wait(exchanges: Iterable[Exchange], deadline: Deadline) -> None:
     for exchange in exchanges:
@@ -138,7 +133,7 @@ class Exporter(_End):
     def begin(self, deadline: Deadline) -> None:
         """Tells every importer from where it may read; with staging, packs for them until they have all."""
         generations = self._neighbours.told
-        self._settle()
+        settle(self._device)
         exchanges: list[Exchange] = []
         for peer, (generation, frame) in self._frames.items():
             news = b"" if generations.get(peer) == generation else frame
@@ -158,7 +153,7 @@ class Exporter(_End):
                 self._expect(importers[number - IN_FLIGHT], number - IN_FLIGHT, deadline)
             if number < len(rounds):
                 rounds[number].pack.run()
-                self._settle()
+                settle(self._device)
                 exchanges += self._tell(importers[number], number)
         return exchanges
 
@@ -203,7 +198,7 @@ class Importer(_End):
             for batch in self._batches[peer]:
                 batch.run()
         exchanges = self._unpack(deadline)
-        self._settle()
+        settle(self._device)
         _wait(exchanges, deadline)
         self._read = generations
 
@@ -215,7 +210,7 @@ class Importer(_End):
             for peer in exporters:
                 self._expect([peer], number, deadline)
                 self._rounds[peer][number].run()
-                self._settle()
+                settle(self._device)
                 exchanges += self._tell([peer], number)
         return exchanges
 

@@ -39,7 +39,7 @@ class CopyBatch:
     def run(self) -> None:
         """Makes all copies of the batch."""
         for step in self.steps:
-            step.run()
+            step()
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
         for target, sources in self.joins:

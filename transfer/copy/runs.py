@@ -10,11 +10,14 @@ The addresses are good as long as the tensors' storages are: an executor checks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from operator import setitem
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +26,7 @@ from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.strided import StridedCopies, unroll
 from weightcast.transfer.copy.spacing import find_stretches
 
-__all__ = ["SCRATCH_BYTES", "MemoryAt", "Runs", "Step", "find_runs", "gather_boxes", "make_steps"]
+__all__ = ["SCRATCH_BYTES", "Runs", "Step", "find_runs", "gather_boxes", "make_steps", "memory_at"]
 
 SCRATCH_BYTES = 1 << 20
 """Memory for runs on their way between two places that are both scattered; fits a CPU's cache."""
@@ -37,13 +40,8 @@ _TWICE_BYTES = 1 << 14
 _WORTH_A_CALL = 3
 """Fewer runs of a length than this stay copies of their own."""
 
-
-class Step(Protocol):
-    """A prepared step, which can be run many times."""
-
-    def run(self) -> None:
-        """Moves the runs of the step."""
-        ...
+Step: TypeAlias = Callable[[], object]
+"""A prepared step, which can be called many times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +108,17 @@ def make_steps(
         capacity = SCRATCH_BYTES // length
         for first in range(0, len(rows), capacity):
             address = runs.address[rows[first : first + capacity]]
-            step = _step(address, nbytes[low].tolist(), dtypes[int(dtype[low])], packed, scratch)
-            steps.append((low, step))
+            calls = _steps(address, nbytes[low].tolist(), dtypes[int(dtype[low])], packed, scratch)
+            steps.extend((low, step) for step in calls)
     return steps, in_step
 
 
 def _straight(address: IntArray, nbytes: int, even: int) -> Step:
     """One step for runs that lie at one distance on side `even`: nothing is copied twice."""
-    count, step = len(address), int(address[1, even] - address[0, even])
-    first = int(address[0, even])
+    count, first, distance = len(address), int(address[0, even]), int(address[1, even] - address[0, even])
     if even == 0:
-        return _Scatter(*_write_window(address[:, 1], nbytes), _items(first, count, nbytes, step))
-    return _Gather(*_read_window(address[:, 0], nbytes), _rows(first, count, nbytes, step))
+        return _scatter(_items(first, count, nbytes, distance), address[:, 1])
+    return _gather(address[:, 0], _rows(first, count, nbytes, distance))
 
 
 def _alike(
@@ -140,88 +137,45 @@ def _alike(
     yield from pairwise(edges)
 
 
-def _step(
+def _steps(
     address: IntArray,
     nbytes: list[int],
     dtypes: tuple[torch.dtype, torch.dtype],
     packed: int | None,
     scratch: torch.Tensor,
-) -> Step:
-    """One step for runs at `address` (r, 2), `nbytes` long on each side."""
+) -> list[Step]:
+    """Steps for runs at `address` (r, 2), `nbytes` long on each side."""
     count, (reads, writes) = len(address), address.T
+    buffer = scratch[: count * nbytes[0]].view(count, nbytes[0])
     if packed == 0:
-        return _Scatter(*_write_window(writes, nbytes[1]), _items(int(reads[0]), count, nbytes[0]))
-    window, index = _read_window(reads, nbytes[0])
-    if packed == 1 and dtypes[0] == dtypes[1]:
-        return _Gather(window, index, _rows(int(writes[0]), count, nbytes[1]))
-    gather = _Gather(window, index, scratch[: count * nbytes[0]].view(count, nbytes[0]))
-    if packed == 1:
-        rows = _rows(int(writes[0]), count, nbytes[1])
-        return _Cast(gather, gather.target.view(dtypes[0]), rows.view(dtypes[1]))
-    items = gather.target.view(-1).numpy().view(f"V{nbytes[0]}")
-    return _Move(gather, _Scatter(*_write_window(writes, nbytes[1]), items))
+        return [_scatter(_items(int(reads[0]), count, nbytes[0]), writes)]
+    if packed is None:
+        return [_gather(reads, buffer), _scatter(buffer.view(-1).numpy().view(f"V{nbytes[0]}"), writes)]
+    rows = _rows(int(writes[0]), count, nbytes[1])
+    if dtypes[0] == dtypes[1]:
+        return [_gather(reads, rows)]
+    return [_gather(reads, buffer), partial(rows.view(dtypes[1]).copy_, buffer.view(dtypes[0]))]
 
 
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    """Rows `index` (r,) of `window` (span, n) one after the other into `target` (r, n), all bytes."""
-
-    window: torch.Tensor
-    index: torch.Tensor
-    target: torch.Tensor
-
-    def run(self) -> None:
-        torch.index_select(self.window, 0, self.index, out=self.target)
+def _gather(reads: IntArray, target: torch.Tensor) -> Step:
+    """Moves the runs at `reads` (r,) into the rows of `target` (r, n), all bytes."""
+    low, span, index = _span(reads)
+    window = torch.from_numpy(memory_at(low, (span, target.shape[1]), "|u1", (1, 1)))
+    return partial(torch.index_select, window, 0, torch.from_numpy(index), out=target)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    """Elements that `gather` brings, converted into `target`."""
-
-    gather: _Gather
-    source: torch.Tensor
-    target: torch.Tensor
-
-    def run(self) -> None:
-        self.gather.run()
-        self.target.copy_(self.source)
+def _scatter(items: np.ndarray[Any, Any], writes: IntArray) -> Step:
+    """Moves the runs `items` (r,) to the places `writes` (r,), by numpy: torch takes 6 us a row."""
+    low, span, index = _span(writes)
+    return partial(setitem, memory_at(low, (span,), items.dtype.str, (1,)), index, items)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scatter:
-    """Runs `items` (r,) to places `index` (r,) of `window` (span,), by numpy: torch takes 6 us a row."""
-
-    window: np.ndarray[Any, Any]
-    index: IntArray
-    items: np.ndarray[Any, Any]
-
-    def run(self) -> None:
-        self.window[self.index] = self.items
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Runs from scattered places to scattered places, by way of the scratch memory."""
-
-    gather: _Gather
-    scatter: _Scatter
-
-    def run(self) -> None:
-        self.gather.run()
-        self.scatter.run()
-
-
-class MemoryAt:
-    """Memory at an address, as numpy's array interface describes it."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], item: str, strides: tuple[int, ...] | None) -> None:
-        self.__array_interface__ = {
-            "data": (address, False), "shape": shape, "typestr": item, "strides": strides, "version": 3,
-        }  # fmt: skip
-
-    def array(self) -> np.ndarray[Any, Any]:
-        """The memory as an array, which does not keep it alive."""
-        return np.asarray(self)
+def memory_at(
+    address: int, shape: tuple[int, ...], item: str, strides: tuple[int, ...] | None = None
+) -> np.ndarray[Any, Any]:
+    """The memory at an address as an array, which does not keep it alive."""
+    interface = {"data": (address, False), "shape": shape, "typestr": item, "strides": strides, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def gather_boxes(
@@ -238,7 +192,7 @@ def gather_boxes(
         return None
     item = "|u1" if dtype.itemsize == 1 else f"<i{dtype.itemsize}"
     strides = tuple(s * dtype.itemsize for s in (1, *steps))
-    window = torch.from_numpy(MemoryAt(low, (span // dtype.itemsize + 1, *sizes), item, strides).array())
+    window = torch.from_numpy(memory_at(low, (span // dtype.itemsize + 1, *sizes), item, strides))
     copy = into[: len(address) * prod(sizes) * dtype.itemsize].view(window.dtype).view(len(address), *sizes)
     torch.index_select(window, 0, torch.from_numpy(distance // dtype.itemsize), out=copy)
     return copy.view(dtype).view(len(address), *size)
@@ -270,19 +224,9 @@ def _span(address: IntArray) -> tuple[int, int, IntArray]:
     return low, int(address.max()) - low + 1, address - low
 
 
-def _read_window(address: IntArray, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    low, span, index = _span(address)
-    return torch.from_numpy(MemoryAt(low, (span, nbytes), "|u1", (1, 1)).array()), torch.from_numpy(index)
-
-
-def _write_window(address: IntArray, nbytes: int) -> tuple[np.ndarray[Any, Any], IntArray]:
-    low, span, index = _span(address)
-    return MemoryAt(low, (span,), f"|V{nbytes}", (1,)).array(), index
-
-
 def _rows(address: int, count: int, nbytes: int, distance: int = 0) -> torch.Tensor:
-    return torch.from_numpy(MemoryAt(address, (count, nbytes), "|u1", (distance or nbytes, 1)).array())
+    return torch.from_numpy(memory_at(address, (count, nbytes), "|u1", (distance or nbytes, 1)))
 
 
 def _items(address: int, count: int, nbytes: int, distance: int = 0) -> np.ndarray[Any, Any]:
-    return MemoryAt(address, (count,), f"|V{nbytes}", (distance or nbytes,)).array()
+    return memory_at(address, (count,), f"|V{nbytes}", (distance or nbytes,))

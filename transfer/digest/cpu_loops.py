@@ -412,28 +412,18 @@ def _add_tile(
 
 @intrinsic
 def _word_at(context: Any, words: Any, at: Any) -> Any:
-    """One word as it is digested, in int64."""
+    """One word as it is digested, and its bits as stored without the sign, both in int64."""
+    kind = types.UniTuple(types.int64, 2)
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
         words, at = _pointers(context, builder, signature, args)
-        word = builder.load(builder.gep(words, [at]))
+        stored = word = builder.load(builder.gep(words, [at]))
         if signature.args[0].dtype == types.uint32:
             word = builder.trunc(_rounded(builder, word), _I16)
-        return builder.sext(word, _I64)
+        numbers = [builder.sext(word, _I64), builder.zext(_magnitude(builder, stored), _I64)]
+        return context.make_tuple(builder, kind, numbers)
 
-    return types.int64(words, at), code
-
-
-@intrinsic
-def _magnitude_at(context: Any, words: Any, at: Any) -> Any:
-    """One word's bits as stored, without the sign."""
-
-    def code(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> _Value:
-        words, at = _pointers(context, builder, signature, args)
-        stored = builder.load(builder.gep(words, [at]))
-        return builder.zext(_magnitude(builder, stored), _I64)
-
-    return types.int64(words, at), code
+    return kind(words, at), code
 
 
 @intrinsic
@@ -478,8 +468,8 @@ def _one_by_one(words: Any, at: int, stride: int, count: int, whole: Any, place:
     for block in range(0, count, _SCALARS):
         a = b = 0
         for i in range(block, min(block + _SCALARS, count)):
-            word = _word_at(words, at + i * stride)
-            peak = max(peak, _magnitude_at(words, at + i * stride))
+            word, magnitude = _word_at(words, at + i * stride)
+            peak = max(peak, magnitude)
             a += word * np.int64(whole[0, place + i * step])
             b += word * np.int64(whole[1, place + i * step])
         first, second = first + _folded(a), second + _folded(b)

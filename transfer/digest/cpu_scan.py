@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, DigestArray, IntArray
-from weightcast.transfer.copy.runs import MemoryAt
+from weightcast.transfer.boxes.columns import ranges
+from weightcast.transfer.copy.runs import memory_at
 from weightcast.transfer.digest.boxes import Boxes
 from weightcast.transfer.digest.constants import HALF_BITS, LINE_BYTES, constants
 from weightcast.transfer.digest.residues import add_runs
@@ -182,7 +183,7 @@ class _Pieces:
         address = layout.memory.address[boxes.base] + boxes.start * itemsize
         low = int(address.min())
         end = int((address + ((boxes.size - 1) * boxes.stride).sum(axis=1) * itemsize).max()) + itemsize
-        words = MemoryAt(low, ((end - low) // itemsize,), item, None).array()
+        words = memory_at(low, ((end - low) // itemsize,), item)
         order = _order(boxes)
         size, stride = (np.take_along_axis(column, order, axis=1) for column in (boxes.size, boxes.stride))
         padding = np.arange(boxes.size.shape[1]) >= boxes.ndim[:, None]
@@ -196,36 +197,27 @@ class _Pieces:
                 np.insert(c, 0, fill, axis=1) for c, fill in ((size, 1), (stride, 0), (columns, 0))
             )
             thin[:, 0] += 1
-        return cls._cut(words, (address - low) // itemsize, size, stride, columns, thin, itemsize)
+        start, nbytes = (address - low) // itemsize, size.prod(axis=1) * itemsize
+        return cls(words, rows, nbytes, start, size, stride, columns, thin)._cut()
 
-    @classmethod
-    def _cut(
-        cls,
-        words: np.ndarray[Any, Any],
-        start: IntArray,
-        size: IntArray,
-        stride: IntArray,
-        place: IntArray,
-        thin: IntArray,
-        itemsize: int,
-    ) -> _Pieces:
+    def _cut(self) -> _Pieces:
         """Cuts boxes of more than _PIECE_BYTES along their outermost dimension."""
-        rows, last = np.arange(len(start)), size.shape[1] - 1
-        dim = (size > 1).argmax(axis=1)
-        dim[(size == 1).all(axis=1)] = last
-        extent, nbytes = size[rows, dim], size.prod(axis=1) * itemsize
-        capacity = np.maximum(_PIECE_BYTES // (nbytes // extent), 1)
+        rows, last = self.first, self.size.shape[1] - 1
+        dim = (self.size > 1).argmax(axis=1)
+        dim[(self.size == 1).all(axis=1)] = last
+        extent = self.size[rows, dim]
+        capacity = np.maximum(_PIECE_BYTES // (self.nbytes // extent), 1)
         capacity = np.where(dim == last, -(-capacity // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT, capacity)
         count = -(-extent // capacity)
-        first = np.cumsum(count) - count
-        box = np.repeat(rows, count)
-        piece_start = (np.arange(len(box)) - first[box]) * capacity[box]
-        start, size, place, thin = start[box] + piece_start * stride[box, dim[box]], size[box], place[box], thin[box]
-        cut_entry = np.arange(len(box)), dim[box]
-        size[cut_entry] = np.minimum(capacity[box], extent[box] - piece_start)
-        place[cut_entry] += piece_start
-        thin[:, 2] += np.where(thin[:, 0] == dim[box], piece_start, 0)
-        return cls(words, first, size.prod(axis=1) * itemsize, start, size, stride[box], place, thin)
+        box, number = np.repeat(rows, count), ranges(np.zeros_like(count), count)
+        offset, cut_entry = number * capacity[box], (np.arange(len(box)), dim[box])
+        start, size, place, thin = (column[box] for column in (self.start, self.size, self.place, self.thin))
+        start += offset * self.stride[box, dim[box]]
+        size[cut_entry] = np.minimum(capacity[box], extent[box] - offset)
+        place[cut_entry] += offset
+        thin[:, 2] += np.where(thin[:, 0] == dim[box], offset, 0)
+        nbytes = size.prod(axis=1) * self.words.itemsize
+        return _Pieces(self.words, np.cumsum(count) - count, nbytes, start, size, self.stride[box], place, thin)
 
     def run(self, table: _Constants, turn: int, threads: int) -> tuple[DigestArray, IntArray]:
         """Digests (k,) of the boxes, and peaks (k,)."""

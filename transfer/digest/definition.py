@@ -1,7 +1,5 @@
 """Digests that do not depend on how a logical tensor is cut into boxes.
 
-    digest(whole, (0, 0)) == add(digest(top, (0, 0)), digest(bottom, (len(top), 0)))
-
 The digest of a box is, in each of two families of weights, the residue modulo P of
 
     sum over its elements of (word(element) + BIAS) * w(index),    w(index) = c(0, index[0]) * c(1, index[1]) * ...
@@ -9,7 +7,7 @@ The digest of a box is, in each of two families of weights, the residue modulo P
 Here `index` is the position in the *logical* tensor and `word` the element's bits as a signed integer. c(dimension, i)
 is a pseudo-random number in [1, 2^24], and P the prime 2^32 - 5. The two residues are joined to 64 bits. So:
 
-- The digests of the boxes of any partition add up, whatever their memory layout. `add` adds residue by residue.
+- The digests of the boxes of any partition add up, residue by residue, whatever their memory layout.
 - No weight is 0 modulo P, because P is prime and larger than every c. A flipped bit changes a word by a power of two,
   which is no multiple of P, so it changes both residues, always. So does any change of one element of 8 or 16 bits.
 - Swapping two unequal elements along one dimension changes a residue unless both indices have the same constant in
@@ -20,6 +18,9 @@ is a pseudo-random number in [1, 2^24], and P the prime 2^32 - 5. The two residu
 - BIAS tells zeros from nothing: word + BIAS is never 0 for words of 8 and 16 bits.
 
 Bits count, not values: -0.0 is not 0.0 and every NaN is itself. An element of 64 bits is two words, each with a weight.
+Values may be digested as another type, as `Tensor.to` casts them. torch chooses the bits of a NaN that is cast: on CPU
+`to` and `copy_` into a view with gaps do not agree. So such NaNs are digested as `settle_nan` leaves them, and the
+sender of a cast box has to settle them too.
 
 This module computes them with torch's own operations, on any device. A word of 16 bits times a constant of 24, summed
 over 8192 elements, stays within 2^53. So do words of 32 bits times the halves of constants over 1024 elements. The sum
@@ -43,10 +44,9 @@ from weightcast.transfer.boxes.arrays import DigestArray, IntArray
 from weightcast.transfer.copy.nan import settle_nan
 from weightcast.transfer.digest.constants import BIAS, HALF_BITS, constants
 from weightcast.transfer.digest.residues import PRIME
-from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout.dtypes import from_torch
 
-__all__ = ["add", "block_limit", "blocks", "box_residues", "digest", "join", "scale"]
+__all__ = ["block_limit", "blocks", "box_residues", "join", "scale"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TILE = {1: 1 << 13, 2: 1 << 13, 4: 1 << 10}
@@ -69,33 +69,6 @@ _NARROW = 64
 """An inner dimension shorter than this leaves many rows to reduce in integers, which is slower."""
 
 
-def digest(view: torch.Tensor, offset: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """The digest of the box at `offset` of a logical tensor whose memory is `view`: 64 bits, not negative.
-
-    `view` may have any strides and lie on any device; `offset` has one number per dimension. With `dtype` the values
-    are digested as `view.to(dtype)` has them. That copy is never made as a whole: temporary memory stays at some MiB.
-    An empty box has digest 0. Raises LayoutError for an offset that does not fit the view, and for dtypes that
-    weightcast does not move.
-
-    torch chooses the bits of a NaN that is cast: on CPU `to` and `copy_` into a view with gaps do not agree. So such
-    NaNs are digested as `settle_nan` leaves them, and the sender of a cast box has to settle them too.
-    """
-    size = tuple(view.shape)
-    if len(offset) != len(size) or any(start < 0 for start in offset):
-        raise LayoutError(f"offset {list(offset)} of a box of size {list(size)}: expected {len(size)} numbers >= 0")
-    sums, _ = box_residues(view[None], offset, [1] * len(size), dtype)
-    origin = np.array([offset], dtype=np.int64).reshape(1, len(size))
-    factors = scale(origin, np.array([size], dtype=np.int64).reshape(1, len(size)), np.array([len(size)]))
-    return int(join(sums, factors)[0])
-
-
-def add(*digests: int) -> int:
-    """The digest of a union of disjoint boxes from their digests; 0 for none."""
-    high = sum(term >> 32 for term in digests) % PRIME
-    low = sum(term & 0xFFFFFFFF for term in digests) % PRIME
-    return high << 32 | low
-
-
 # ---- boxes of one shape at one offset
 
 
@@ -105,32 +78,35 @@ def box_residues(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums (2, n) int64 of boxes (n, *size) at the same offset, to be reduced modulo the prime, and peaks (n,) int64.
 
-    Both are on the boxes' device. A peak is the largest word without its sign, as digested; 0 without `with_peaks`.
+    Both are on the boxes' device. With `dtype` values are digested as that type; they are never cast all at once. A
+    peak is the largest word without its sign, as digested; 0 without `with_peaks`. Raises LayoutError for dtypes that
+    weightcast does not move.
 
     Index i of a dimension of a box is index offset + i * step of the tensor. The constants of dimensions of size 1 are
     left out, so that the boxes may differ there; `scale` has them.
     """
     target = boxes.dtype if dtype is None else dtype
     for kind in (boxes.dtype, target):
-        from_torch(kind)  # Raises for dtypes that weightcast does not move.
+        from_torch(kind)
     total = torch.zeros((2, boxes.shape[0]), dtype=torch.int64, device=boxes.device)
     peaks = torch.zeros_like(total[0])
     if boxes.numel() == 0:
         return total, peaks
-    dims = [d for d, size in enumerate(boxes.shape[1:]) if size > 1]
+    dims = [(d, offset[d], step[d]) for d, size in enumerate(boxes.shape[1:]) if size > 1]
     values = boxes.squeeze([d for d in range(1, boxes.ndim) if boxes.shape[d] == 1])
     if dims:
-        inner = _inner_dimension(values)
-        values = values.movedim(inner, -1)
-        dims.append(dims.pop(inner - 1))
-        weights = _Weights(tuple((d, offset[d], step[d]) for d in dims), boxes.device, target.itemsize)
+        inner_dim = _inner_dimension(values)
+        values = values.movedim(inner_dim, -1)
+        dims.append(dims.pop(inner_dim - 1))
     else:
-        values = values[:, None]
-        weights = _Weights(((_NO_DIMENSION, 0, 1),), boxes.device, target.itemsize)
+        values, dims = values[:, None], [(_NO_DIMENSION, 0, 1)]
+    inner: _Inner | None = None
     for cut in blocks(tuple(values.shape), block_limit(boxes.device)):
-        sums, largest = _row_sums(values[cut], target, weights.inner(cut[-1]), with_peaks)
+        if inner is None or inner.cut != cut[-1]:
+            inner = _Inner.of(dims[-1], cut[-1], boxes.device, target.itemsize)
+        sums, largest = _row_sums(values[cut], target, inner, with_peaks)
         for position in reversed(range(len(cut) - 2)):
-            outer = weights.outer(position, cut[position + 1])
+            outer = _range_constants(dims[position], cut[position + 1], boxes.device)
             sums = (sums * outer.reshape(2, *[1] * (sums.ndim - 2), -1) % PRIME).sum(dim=-1) % PRIME
         total[:, cut[0]] += sums
         if largest is not None:
@@ -173,49 +149,22 @@ def _outer_blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...
 
 
 class _Inner(NamedTuple):
-    """Factors of the inner dimension: `constants` (2, size) int64, and as `columns` (2 or 4, size) in float64.
+    """Factors of a range `cut` of the inner dimension.
 
-    `bias` (2, 1) is what BIAS adds to each row.
+    `constants` are (2, size) int64, and as `columns` (2 or 4, size) in float64: for 32-bit words in two halves. `bias`
+    (2, 1) is what BIAS adds to each row.
     """
 
+    cut: slice
     constants: torch.Tensor
     columns: torch.Tensor
     bias: torch.Tensor
 
-
-class _Weights:
-    """Constants of the dimensions of one call, made for a range that is asked for and kept until another one is.
-
-    `dims` are (dimension, offset of the box, step) triples, the inner one last.
-    """
-
-    def __init__(self, dims: tuple[tuple[int, int, int], ...], device: torch.device, itemsize: int) -> None:
-        self._dims, self._device, self._in_halves = dims, device, itemsize >= 4
-        self._outer: dict[int, tuple[slice, torch.Tensor]] = {}
-        self._inner: tuple[slice, _Inner] | None = None
-
-    def outer(self, position: int, cut: slice) -> torch.Tensor:
-        """Constants (2, size) int64 of a range of the outer dimension at `position`."""
-        entry = self._outer.get(position)
-        if entry is None or entry[0] != cut:
-            entry = self._outer[position] = (cut, self._constants(position, cut))
-        return entry[1]
-
-    def inner(self, cut: slice) -> _Inner:
-        """The columns of a range of the inner dimension; for 32-bit words the constants in two halves."""
-        if self._inner is None or self._inner[0] != cut:
-            table = self._constants(-1, cut)
-            halves = torch.cat([table >> HALF_BITS, table & (1 << HALF_BITS) - 1]) if self._in_halves else table
-            bias = table.sum(dim=1, keepdim=True) % PRIME * BIAS
-            self._inner = (cut, _Inner(table, halves.to(torch.float64), bias))
-        return self._inner[1]
-
-    def _constants(self, position: int, cut: slice) -> torch.Tensor:
-        dim, offset, step = self._dims[position]
-        if dim == _NO_DIMENSION:
-            return torch.ones((2, 1), dtype=torch.int64, device=self._device)
-        extent = (cut.stop - cut.start - 1) * step + 1
-        return _constants(dim, offset + cut.start * step, extent, self._device)[:, ::step]
+    @classmethod
+    def of(cls, dim: tuple[int, int, int], cut: slice, device: torch.device, itemsize: int) -> _Inner:
+        table = _range_constants(dim, cut, device)
+        columns = torch.cat([table >> HALF_BITS, table & (1 << HALF_BITS) - 1]) if itemsize >= 4 else table
+        return cls(cut, table, columns.to(torch.float64), table.sum(dim=1, keepdim=True) % PRIME * BIAS)
 
 
 def _row_sums(
@@ -311,6 +260,15 @@ def _constants(dim: int, start: int, size: int, device: torch.device) -> torch.T
     chunks = [_chunk(dim, number, device) for number in range(first, last + 1)]
     table = chunks[0] if first == last else torch.cat(chunks, dim=1)
     return table[:, start - first * _CHUNK :][:, :size]
+
+
+def _range_constants(dim: tuple[int, int, int], cut: slice, device: torch.device) -> torch.Tensor:
+    """Constants (2, size) int64 of a range of a box's indices; `dim` is (dimension, offset of the box, step)."""
+    number, offset, step = dim
+    if number == _NO_DIMENSION:
+        return torch.ones((2, 1), dtype=torch.int64, device=device)
+    extent = (cut.stop - cut.start - 1) * step + 1
+    return _constants(number, offset + cut.start * step, extent, device)[:, ::step]
 
 
 def scale(offset: IntArray, size: IntArray, ndim: IntArray) -> IntArray:

@@ -10,6 +10,7 @@ one form are digested together: slots of an expert parameter, the same parameter
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from weightcast.transfer.layout.dtypes import dtype_name, to_torch
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.verification import Sample, ValueCounts
 
-__all__ = ["Digester", "Reading", "digest_rows"]
+__all__ = ["Digester", "Reading"]
 
 
 class Reading(NamedTuple):
@@ -36,7 +37,7 @@ class Reading(NamedTuple):
 
 
 class Digester:
-    """Digests of k boxes of a rank, each as `digest(layout.box_view(...), offset, dtype)` gives it.
+    """Digests of k boxes of a rank.
 
     `rows` (k,) are rows of the layout's table. `offsets` and `sizes` (k, D) are boxes inside them, in coordinates of
     their logical tensors. `dtypes` (k,) are codes of the dtypes to digest in.
@@ -117,42 +118,30 @@ def _limits(boxes: Boxes, scanned: BoolArray) -> IntArray:
     return np.array(limits, dtype=np.int64)[inverse.reshape(-1)]
 
 
-def digest_rows(
-    layout: RankLayout,
-    rows: IntArray,
-    offsets: IntArray,
-    sizes: IntArray,
-    dtypes: IntArray,
-    sample: Sample | None = None,
-) -> DigestArray:
-    """Digests (k,) by a Digester that is needed once."""
-    return Digester(layout, rows, offsets, sizes, dtypes).run(sample)
-
-
 class _Stacks:
     """Boxes that torch digests, those of one form together. It waits for each device once."""
 
     def __init__(self, layout: RankLayout, boxes: Boxes) -> None:
         self._layout, self._boxes = layout, boxes
-        self._whole: list[IntArray] | None = None
-        self._scale = scale(boxes.offset, boxes.size, boxes.ndim)
+
+    @cached_property
+    def _whole(self) -> tuple[list[IntArray], IntArray]:
+        return self._prepared(self._boxes)
 
     def run(self, sample: Sample | None, with_peaks: bool) -> tuple[DigestArray, IntArray]:
         """Digests (k,), and peaks (k,) of the words as they are digested; zeros if they are not asked for."""
-        if sample is not None:
-            boxes = self._boxes.sampled(sample)
-            factors = scale(boxes.offset, boxes.size, boxes.ndim)
-            return self._digests(boxes, self._grouped(boxes), factors, with_peaks)
-        if self._whole is None:
-            self._whole = self._grouped(self._boxes)
-        return self._digests(self._boxes, self._whole, self._scale, with_peaks)
+        if sample is None:
+            return self._digests(self._boxes, *self._whole, with_peaks)
+        boxes = self._boxes.sampled(sample)
+        return self._digests(boxes, *self._prepared(boxes), with_peaks)
 
-    def _grouped(self, boxes: Boxes) -> list[IntArray]:
+    def _prepared(self, boxes: Boxes) -> tuple[list[IntArray], IntArray]:
+        """Groups of boxes to digest together, and factors (2, k) of what their sums leave out."""
         groups: list[IntArray] = []
         for members in boxes.alike():
             device, _ = boxes.kinds[int(boxes.kind[members[0]])]
             groups.extend(boxes.stacks(members, block_limit(device)))
-        return groups
+        return groups, scale(boxes.offset, boxes.size, boxes.ndim)
 
     def _digests(
         self, boxes: Boxes, groups: list[IntArray], factors: IntArray, with_peaks: bool

@@ -15,7 +15,7 @@ import torch
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.columns import pad_boxes
 from weightcast.transfer.boxes.slices import contiguous_strides
-from weightcast.transfer.boxes.strided import StridedCopies, join
+from weightcast.transfer.boxes.strided import Places, StridedCopies, join
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.exchange.messages import LARGE_BYTES, cut_messages, message_limit
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name, to_torch
@@ -88,30 +88,23 @@ def check_operations(part: RankPart, layout: RankLayout) -> None:
                 f"{rank_name}: operation {int(rows[i])} moves {names[i]!r} offset {low[i].tolist()} "
                 f"size {size[i].tolist()}, but region {int(regions[i])} is {table.region(int(regions[i]))}"
             )
-        if not part.is_trainer:
-            _check_dtypes(part, layout, rows, regions, rank_name)
-
-
-def _check_dtypes(part: RankPart, layout: RankLayout, rows: IntArray, regions: IntArray, where: str) -> None:
-    memory_dtype = layout.table.tensors.dtype[layout.table.tensor[regions]]
-    wire_dtype = part.wire_dtype[rows]
-    if (memory_dtype != wire_dtype).any():
-        i = int((memory_dtype != wire_dtype).argmax())
-        raise PlanError(
-            f"{where}: tensor {part.tensors.names[int(part.operations.tensor[rows[i]])]!r} travels as "
-            f"{dtype_name(int(wire_dtype[i]))}, expected {dtype_name(int(memory_dtype[i]))} as it is held"
-        )
+        memory_dtype, wire_dtype = table.tensors.dtype[table.tensor[regions]], part.wire_dtype[rows]
+        cast = memory_dtype != wire_dtype
+        if not part.is_trainer and cast.any():
+            i = int(cast.argmax())
+            raise PlanError(
+                f"{rank_name}: tensor {names[i]!r} travels as {dtype_name(int(wire_dtype[i]))}, expected "
+                f"{dtype_name(int(memory_dtype[i]))} as it is held"
+            )
 
 
 def _ends(part: RankPart) -> Iterable[tuple[IntArray, IntArray]]:
     """Rows of operations and the regions of this rank that they touch."""
     ops, leaves = part.operations, _departures(part)
-    arrivals, departures = np.flatnonzero(~leaves), np.flatnonzero(leaves)
-    copies = np.flatnonzero(ops.kind == Kind.COPY)
     if part.is_trainer:
         return [(np.arange(len(ops)), ops.src_region)]
-    reads = np.concatenate([departures, copies])
-    return [(arrivals, ops.dst_region[arrivals]), (reads, ops.src_region[reads])]
+    writes, reads = np.flatnonzero(~leaves), np.flatnonzero(leaves | (ops.kind == Kind.COPY))
+    return [(writes, ops.dst_region[writes]), (reads, ops.src_region[reads])]
 
 
 def find_traffic(
@@ -153,30 +146,21 @@ def find_traffic(
     peers, departs, stage, number, dtype, nbytes, message, regions, offset, size, start = (
         np.concatenate(c) for c in zip(*columns, strict=True)
     )
-    base, first, stride, size = in_memory(layout, regions, offset, size)
-    copies = join(
-        StridedCopies(
-            message,
-            size,
-            np.stack([base, message], axis=1),
-            np.stack([first, start], axis=1),
-            np.stack([stride, contiguous_strides(size)], axis=2),
-        )
-    )
+    memory, size = in_memory(layout, regions, offset, size)
+    copies = join(StridedCopies.between(message, size, memory, Places(message, start, contiguous_strides(size))))
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
     direct = np.zeros(len(copies), dtype=bool) if staged else _direct(copies, dtype, layout, device, scatters)
     return RankMessages(peers, departs.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)
 
 
-def in_memory(
-    layout: RankLayout, region: IntArray, offset: IntArray, size: IntArray
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Base, first element, strides and size of boxes inside regions; all of one width."""
+def in_memory(layout: RankLayout, region: IntArray, offset: IntArray, size: IntArray) -> tuple[Places, IntArray]:
+    """The places of boxes inside regions, and their sizes; all of one width."""
     table, memory = layout.table, layout.memory
     width = max(table.tensors.width, offset.shape[1])
     stride = pad_boxes(memory.stride[region], width, 0)
     inside = pad_boxes(offset, width, 0) - pad_boxes(table.offset[region], width, 0)
-    return memory.base[region], memory.start[region] + (inside * stride).sum(axis=1), stride, pad_boxes(size, width, 1)
+    start = memory.start[region] + (inside * stride).sum(axis=1)
+    return Places(memory.base[region], start, stride), pad_boxes(size, width, 1)
 
 
 def _direct(

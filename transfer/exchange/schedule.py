@@ -181,22 +181,11 @@ def _dependencies(traffic: RankMessages) -> list[tuple[int, int]]:
 
 def _replication(part: RankPart, layout: RankLayout, scratch: torch.Tensor) -> tuple[CopyBatch, int]:
     """Copies from the region that received a box to the further ones that hold it, and their bytes."""
-    rows = np.flatnonzero(part.operations.kind == Kind.COPY)
-    rows = rows[shape_order(part.operations.size[rows])]
-    ops = part.operations.take(rows)
-    mask = ops.size.prod(axis=1) > 0
-    ops = ops.take(np.flatnonzero(mask))
-    source_base, source_start, source_stride, size = in_memory(layout, ops.src_region, ops.offset, ops.size)
-    base, start, stride, _ = in_memory(layout, ops.dst_region, ops.offset, ops.size)
-    copies = join(
-        StridedCopies(
-            np.zeros(len(ops), dtype=np.int64),
-            size,
-            np.stack([source_base, base], axis=1),
-            np.stack([source_start, start], axis=1),
-            np.stack([source_stride, stride], axis=2),
-        )
-    )
+    ops = part.operations.take((part.operations.kind == Kind.COPY) & (part.operations.size > 0).all(axis=1))
+    ops = ops.take(shape_order(ops.size))
+    source, size = in_memory(layout, ops.src_region, ops.offset, ops.size)
+    target, _ = in_memory(layout, ops.dst_region, ops.offset, ops.size)
+    copies = join(StridedCopies.between(np.zeros(len(ops), dtype=np.int64), size, source, target))
     batch, bases = CopyBatch(), layout.memory.bases
     itemsize = np.array([t.itemsize for t in bases], dtype=np.int64)[copies.base[:, 1]]
     make_copies(copies, (bases, bases), None, [batch], np.zeros(len(copies), dtype=np.int64), scratch)

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightcast.transfer.boxes.algebra import Cells, decompose, uncovered
 from weightcast.transfer.boxes.arrays import IntArray
-from weightcast.transfer.boxes.columns import lex_sort, starts_of, volumes
+from weightcast.transfer.boxes.columns import changes, lex_sort, starts_of, volumes
 from weightcast.transfer.errors import CoverageError, LayoutError
 from weightcast.transfer.layout.summaries import summarize
 from weightcast.transfer.layout.tables import TensorTable
@@ -96,11 +96,9 @@ def _joined(offset: IntArray, size: IntArray) -> tuple[IntArray, IntArray]:
         order, _ = lex_sort([*columns, offset[:, dim]])
         offset, size = offset[order], size[order]
         heads = np.ones(offset.shape[0], dtype=np.bool_)
-        match = np.ones(max(offset.shape[0] - 1, 0), dtype=np.bool_)
-        for d in range(dims):
-            if d != dim:
-                match &= (offset[1:, d] == offset[:-1, d]) & (size[1:, d] == size[:-1, d])
-        heads[1:] = ~(match & (offset[1:, dim] == offset[:-1, dim] + size[:-1, dim]))
+        heads[1:] = offset[1:, dim] != offset[:-1, dim] + size[:-1, dim]
+        for column in columns:
+            heads |= changes(column[order])
         starts = starts_of(heads)
         end = offset[starts[1:] - 1, dim] + size[starts[1:] - 1, dim]
         offset, size = offset[starts[:-1]], size[starts[:-1]]

@@ -1,4 +1,4 @@
-"""Placements of experts: the logical expert in each physical slot, and the way back.
+"""Placements of experts: the logical expert in each physical slot.
 
 A placement is the physical-to-logical map of every layer: `physical_to_logical[layer, p]` is the logical expert in
 physical slot `p`, and `divmod(p, slots_per_rank)` is the (EP rank, local slot) where that slot lies. Everything else is
@@ -7,8 +7,7 @@ choose: with an a2a backend SGLang 0.5.23 narrows it to one slot per rank (`srt/
 `_compute_logical_to_all_physical_map`), and a second replica on the same rank is lost. Slots are never taken from it.
 
     placement = ExpertPlacement(np.array([[0, 1, 2, 3, 3, 0]]), num_logical=4, ep_size=2)
-    placement.slots(0, 3)        # (3, 4)
-    placement.rank_slots(0, 3)   # [(1, 0), (1, 1)]: both replicas on EP rank 1
+    placement.local_experts(0, 1)   # [3, 3, 0]: both replicas of expert 3 on EP rank 1
 
 The layer index is the model's layer id. Layers past the map (draft and MTP layers) have the identity placement.
 """
@@ -16,37 +15,23 @@ The layer index is the model's layer id. Layers past the map (draft and MTP laye
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from itertools import chain, pairwise
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.errors import PlacementError, PlacementIndexError
+from weightcast.transfer.layout.summaries import number_ranges
 
-__all__ = ["ExpertPlacement", "InverseMap", "RankPlacement", "SlotTable"]
-
-SlotTable = tuple[tuple[int, ...], ...]
-"""The physical slots of each logical expert of one layer."""
+__all__ = ["ExpertPlacement", "RankPlacement"]
 
 _SHOWN_LAYER_GROUPS = 4
 
 
-class InverseMap(NamedTuple):
-    """The map from logical to physical, all layers at once, in compressed rows.
-
-    `slots` (layers, P) has the physical slots of each layer sorted by logical expert, then by slot. Those of expert `e`
-    are `slots[layer, start[layer, e]:start[layer, e + 1]]`; `start` is (layers, num_logical + 1).
-    """
-
-    slots: IntArray
-    start: IntArray
-
-
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class ExpertPlacement:
     """The placement of the routed experts of one instance. Immutable; equal and hashed by value.
 
@@ -62,40 +47,25 @@ class ExpertPlacement:
     physical_to_logical: IntArray
     num_logical: int
     ep_size: int
-    inverse: InverseMap = field(init=False, repr=False)
-    """The map from logical to physical in columns."""
-    layer_fingerprints: tuple[str, ...] = field(init=False, repr=False)
-    """A hash per layer of what its slots hold and how they are spread over ranks."""
-    fingerprint: str = field(init=False, repr=False)
-    """A hash of the whole placement; equal placements, and only those, have equal fingerprints."""
-    _identity_row: IntArray = field(init=False, repr=False)
-    _slot_tables: list[SlotTable] = field(default_factory=list, init=False, repr=False)
-    """One per layer and the identity's at the end, made at the first look-up."""
 
     def __post_init__(self) -> None:
         source = np.asarray(self.physical_to_logical)
         _check_map(source, self.num_logical, self.ep_size)
         rows = np.array(source, dtype=np.int64, order="C")
-        identity = np.arange(rows.shape[1], dtype=np.int64) % self.num_logical
-        rows.flags.writeable = identity.flags.writeable = False
-        fingerprints = tuple(self._fingerprint_of(row) for row in rows)
-        fingerprint = hashlib.blake2b(" ".join(fingerprints).encode(), digest_size=16).hexdigest()
-        # Slots, no cached properties: an instance dictionary would take the look-up of a slot from 0.07 us to 0.1 us.
-        for name, value in (
-            ("physical_to_logical", rows),
-            ("inverse", _invert(rows, self.num_logical)),
-            ("layer_fingerprints", fingerprints),
-            ("fingerprint", fingerprint),
-            ("_identity_row", identity),
-        ):
-            object.__setattr__(self, name, value)
+        rows.flags.writeable = False
+        object.__setattr__(self, "physical_to_logical", rows)
 
     @classmethod
-    def identity(cls, num_layers: int, num_logical: int, ep_size: int, num_physical: int | None = None) -> Self:
-        """Placement with expert p in slot p of every layer; slots past the experts, if any, begin with expert 0
-        again."""
-        row = np.arange(num_logical if num_physical is None else num_physical, dtype=np.int64) % max(num_logical, 1)
-        return cls(np.tile(row, (num_layers, 1)), num_logical, ep_size)
+    def identity(cls, num_layers: int, num_logical: int, ep_size: int) -> Self:
+        """Placement with expert p in slot p of every layer."""
+        return cls(np.tile(np.arange(num_logical), (num_layers, 1)), num_logical, ep_size)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the whole placement; equal placements, and only those, have equal fingerprints."""
+        header = f"{self.num_logical} {self.ep_size} ".encode()
+        hashes = [_hash(header + row.astype("<i8").tobytes()) for row in self.physical_to_logical]
+        return _hash(" ".join(hashes).encode())
 
     @property
     def num_layers(self) -> int:
@@ -130,6 +100,12 @@ class ExpertPlacement:
             )
         return self.physical_to_logical[layer] if layer < self.num_layers else self._identity_row
 
+    @cached_property
+    def _identity_row(self) -> IntArray:
+        row = np.arange(self.num_physical, dtype=np.int64) % self.num_logical
+        row.flags.writeable = False
+        return row
+
     def local_experts(self, layer: int, ep_rank: int) -> IntArray:
         """(slots_per_rank,) the logical expert of each routed slot of one EP rank, read-only.
 
@@ -139,34 +115,6 @@ class ExpertPlacement:
             raise self._out_of_range(layer, "EP rank", ep_rank, self.ep_size)
         first = ep_rank * self.slots_per_rank
         return self.global_slots(layer)[first : first + self.slots_per_rank]
-
-    def slots(self, layer: int, expert: int) -> tuple[int, ...]:
-        """Every physical slot of a logical expert, on all ranks, ascending. Raises PlacementIndexError.
-
-        A tuple out of a table made once per placement, so that a call costs less than 0.1 us. `slot_table` is faster
-        still in a loop over the experts of a layer, and `inverse` is the same in columns.
-        """
-        # Ids too large raise IndexError, as does a table not made yet; negative ones would count from the end.
-        if layer >= 0 and expert >= 0:
-            try:
-                return self._slot_tables[layer][expert]
-            except IndexError:
-                pass
-        table = self.slot_table(layer)
-        if not 0 <= expert < self.num_logical:
-            raise self._out_of_range(layer, "logical expert", expert, self.num_logical)
-        return table[expert]
-
-    def slot_table(self, layer: int) -> SlotTable:
-        """`slots` of every logical expert of one layer, to be indexed by expert in inner loops."""
-        self.global_slots(layer)  # Raises for a negative layer.
-        if not self._slot_tables:
-            identity = _invert(self._identity_row[None], self.num_logical)
-            columns = zip(
-                chain(self.inverse.slots, identity.slots), chain(self.inverse.start, identity.start), strict=True
-            )
-            self._slot_tables[:] = [_tuples(slots, start) for slots, start in columns]
-        return self._slot_tables[min(layer, self.num_layers)]
 
     def same_rank_pairs(self) -> IntArray:
         """(k, 4) layer, logical expert, EP rank and number of its slots on that rank, where these are two or more."""
@@ -181,12 +129,17 @@ class ExpertPlacement:
         return np.stack([layer, expert, rank, count], axis=1).astype(np.int64)
 
     def changed_layers(self, other: ExpertPlacement) -> IntArray:
-        """The layers whose fingerprints differ, ascending. Past the end of the shorter map layers count as identity."""
-        count = max(self.num_layers, other.num_layers)
-        hashes, other_hashes = self._fingerprints_up_to(count), other._fingerprints_up_to(count)
-        return np.array(
-            [i for i, (a, b) in enumerate(zip(hashes, other_hashes, strict=True)) if a != b], dtype=np.int64
-        )
+        """The layers whose slots hold other experts or are spread over ranks otherwise, ascending.
+
+        Past the end of the shorter map layers count as identity.
+        """
+        same_spread = (self.num_logical, self.ep_size) == (other.num_logical, other.ep_size)
+        layers = [
+            layer
+            for layer in range(max(self.num_layers, other.num_layers))
+            if not same_spread or not np.array_equal(self.global_slots(layer), other.global_slots(layer))
+        ]
+        return np.array(layers, dtype=np.int64)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertPlacement):
@@ -199,14 +152,6 @@ class ExpertPlacement:
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
-
-    def _fingerprint_of(self, row: IntArray) -> str:
-        header = f"{self.num_logical} {self.ep_size} ".encode()
-        return hashlib.blake2b(header + np.ascontiguousarray(row, dtype="<i8").tobytes(), digest_size=16).hexdigest()
-
-    def _fingerprints_up_to(self, count: int) -> tuple[str, ...]:
-        extension = (self._fingerprint_of(self._identity_row),) * (count - self.num_layers)
-        return self.layer_fingerprints + extension
 
     def _out_of_range(self, layer: int, what: str, found: int, count: int) -> PlacementIndexError:
         return PlacementIndexError(f"layer {layer}: {what} {found} is not in 0..{count - 1}")
@@ -262,16 +207,6 @@ class RankPlacement:
         """(num_local_routed,) the logical expert of each local routed slot, read-only."""
         return self.placement.local_experts(layer, self.storage_rank)
 
-    def slot_of_physical(self, physical: int) -> int | None:
-        """The local slot of a physical slot, None when another rank stores it; never a shared slot.
-
-        Raises PlacementIndexError.
-        """
-        if not 0 <= physical < self.placement.num_physical:
-            raise PlacementIndexError(f"physical slot {physical} is not in 0..{self.placement.num_physical - 1}")
-        slot = physical - self.storage_rank * self.num_local_routed
-        return slot if 0 <= slot < self.num_local_routed else None
-
 
 def _check_map(given: npt.NDArray[np.integer], num_logical: int, ep_size: int) -> None:
     if given.ndim != 2 or given.dtype.kind not in "iu":
@@ -304,35 +239,16 @@ def _check_map(given: npt.NDArray[np.integer], num_logical: int, ep_size: int) -
 
 def _describe_missing(missing: npt.NDArray[np.bool_]) -> str:
     """Layers that miss the same experts together: "layers 0-47: experts 32-127; layer 50: experts 3"."""
-    layers = np.flatnonzero(missing.any(axis=1))
-    groups: dict[str, list[int]] = {}
-    for layer in layers:
-        groups.setdefault(_ranges(np.flatnonzero(missing[layer])), []).append(int(layer))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for layer in np.flatnonzero(missing.any(axis=1)).tolist():
+        groups.setdefault(tuple(np.flatnonzero(missing[layer]).tolist()), []).append(layer)
     texts = [
-        f"layer{'s' if len(rows) > 1 else ''} {_ranges(rows)}: experts {experts}"
-        for experts, rows in list(groups.items())[:_SHOWN_LAYER_GROUPS]
+        f"layer{'s' if len(layers) > 1 else ''} {number_ranges(layers)}: experts {number_ranges(experts)}"
+        for experts, layers in list(groups.items())[:_SHOWN_LAYER_GROUPS]
     ]
-    remainder = sum(len(rows) for rows in list(groups.values())[_SHOWN_LAYER_GROUPS:])
+    remainder = sum(len(layers) for layers in list(groups.values())[_SHOWN_LAYER_GROUPS:])
     return "; ".join([*texts, f"and in {remainder} more layers"] if remainder else texts)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """`[0, 1, 2, 5]` -> "0-2,5"."""
-    values = np.unique(np.fromiter(numbers, dtype=np.int64))
-    runs = np.split(values, np.flatnonzero(np.diff(values) != 1) + 1)
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
-def _invert(physical_to_logical: IntArray, num_logical: int) -> InverseMap:
-    layers = physical_to_logical.shape[0]
-    slots = np.argsort(physical_to_logical, axis=1, kind="stable").astype(np.int64)
-    key = physical_to_logical + np.arange(layers)[:, None] * num_logical
-    count = np.bincount(key.ravel(), minlength=layers * num_logical).reshape(layers, num_logical)
-    start = np.zeros((layers, num_logical + 1), dtype=np.int64)
-    np.cumsum(count, axis=1, out=start[:, 1:])
-    return InverseMap(slots, start)
-
-
-def _tuples(slots: IntArray, start: IntArray) -> SlotTable:
-    flat, edges = slots.tolist(), start.tolist()
-    return tuple(tuple(flat[a:b]) for a, b in pairwise(edges))
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from math import prod
 
 __all__ = ["number_ranges", "summarize"]
 
@@ -66,10 +67,7 @@ def _grouped(names: Iterable[str]) -> list[tuple[str, int]]:
             groups.extend((ending, 1) for ending in endings)
             continue
         for product in _products(rows):
-            count = len(endings)
-            for values in product:
-                count *= len(values)
-            groups.append((_text(texts, product, endings), count))
+            groups.append((_text(texts, product, endings), len(endings) * prod(map(len, product))))
     return groups
 
 

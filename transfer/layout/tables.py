@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_SLOT",
-    "IntArray",
     "LayoutNotes",
     "RankReport",
     "Region",

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.boxes.columns import changes
 
 __all__ = ["NONE", "ParsedNames", "parse_layers", "parse_names"]
 
@@ -98,8 +99,7 @@ def _first_numbers(raw: _Bytes, start: IntArray, word: bytes) -> _Found:
     valid = (length > 0) & (length <= _MAX_DIGITS) & ((raw[high] == _DOT) | (raw[high] == _END))
     low, high, value = low[valid], high[valid], value[valid]
     name = np.searchsorted(start, low, side="right") - 1
-    first = np.ones(len(name), dtype=bool)
-    first[1:] = name[1:] != name[:-1]
+    first = changes(name)
     name = name[first]
     numbers = _Found(np.full(len(start), NONE, dtype=np.int64), np.zeros_like(start), np.zeros_like(start))
     numbers.value[name] = value[first]

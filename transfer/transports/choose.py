@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from torch.distributed import Store
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports.communicator import Communicator
 from weightcast.transfer.transports.process_group import TorchGroup
 from weightcast.transfer.transports.tcp_group import TcpGroup
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["BACKENDS", "join_group"]
 

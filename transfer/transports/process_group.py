@@ -16,21 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import PrefixStore, Store
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports.communicator import Exchange, Message
 from weightcast.transfer.transports.iovec import Iovec
-from weightcast.transfer.transports.peer_errors import Left, Naming
-from weightcast.transfer.transports.rendezvous import meet, one_line
+from weightcast.transfer.transports.peer_errors import Left, Naming, one_line
+from weightcast.transfer.transports.rendezvous import meet
 from weightcast.transfer.transports.waiter import Waiter
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
 
 __all__ = ["TorchGroup"]
 
@@ -47,12 +45,10 @@ class TorchGroup:
 
     scatters = buffers = False
 
-    def __init__(self, backend: Any, rank: int, labels: Sequence[str], name: str, device: torch.device) -> None:
-        self.rank = rank
-        self.size = len(labels)
-        self.name = name
+    def __init__(self, backend: Any, naming: Naming, device: torch.device) -> None:
+        self.rank, self.size, self.name = naming.rank, len(naming.labels), naming.group
         self.device = device
-        self._naming = Naming(name, tuple(labels), rank)
+        self._naming = naming
         self._backend = backend
         self._usable = True
         self._waiter = Waiter()
@@ -71,29 +67,27 @@ class TorchGroup:
         device: torch.device | None = None,
         interface: str = "",
     ) -> TorchGroup:
-        """Meets all members and connects to them.
+        """Meets all members and connects to them, as `join_group` says.
 
-        `labels` names the members in messages, "trainer rank 0" or "rollout-0 rank 1", in the order of their group
-        ranks; `name` is the same for all. `backend` is "gloo" or "nccl"; `device` is where messages lie, for NCCL a
-        CUDA device. `interface` is a network interface or an address of this host for Gloo; when empty, Gloo's own
-        choice (GLOO_SOCKET_IFNAME or the host's name). Raises DeadlineError naming who did not come.
+        `backend` is "gloo" or "nccl"; `device` is where messages lie, for NCCL a CUDA device. `interface` is a network
+        interface or an address of this host for Gloo; when empty, Gloo's own choice (GLOO_SOCKET_IFNAME or the host's
+        name).
         """
-        prefix_store = _distributed.PrefixStore(f"weightcast/{name}", store)
-        meet(prefix_store, rank, labels, name, backend, deadline)
+        naming = Naming(name, tuple(labels), rank)
+        prefix_store = PrefixStore(f"weightcast/{name}", store)
+        meet(prefix_store, naming, backend, deadline)
         try:
             if backend == "gloo":
                 device = device or torch.device("cpu")
-                process_group = _gloo(
-                    _distributed.PrefixStore("gloo", prefix_store), rank, len(labels), deadline, interface
-                )
+                process_group = _gloo(PrefixStore("gloo", prefix_store), rank, len(labels), deadline, interface)
             elif backend == "nccl":
                 device = device or torch.device("cuda", torch.cuda.current_device())
-                process_group = _nccl(_distributed.PrefixStore("nccl", prefix_store), rank, len(labels))
+                process_group = _nccl(PrefixStore("nccl", prefix_store), rank, len(labels))
             else:
                 raise TransferError(f"{name}: backend {backend!r} is not known; known are gloo and nccl")
         except RuntimeError as error:
-            raise TransferError(f"{name}: {labels[rank]} cannot connect over {backend}: {one_line(error)}") from error
-        group = cls(process_group, rank, labels, name, device)
+            raise TransferError(f"{name}: {naming.me} cannot connect over {backend}: {one_line(error)}") from error
+        group = cls(process_group, naming, device)
         if device.type == "cuda":
             group._connect_all(deadline)
         return group

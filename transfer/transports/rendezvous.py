@@ -9,24 +9,16 @@ The store is torch's. It serves one attempt to connect, and lists the members th
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
-import torch.distributed
+from torch.distributed import Store, TCPStore
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import DeadlineError, TransferError
+from weightcast.transfer.transports.peer_errors import Naming, one_line
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
-__all__ = ["connect_store", "listen", "meet", "one_line", "open_store"]
-
-# The names needed of it are exported at run time, but not declared.
-_distributed: Any = torch.distributed
+__all__ = ["connect_store", "listen", "meet", "open_store"]
 
 _POLL_SECONDS = 0.005
 
@@ -51,7 +43,7 @@ def open_store(host: str, deadline: Deadline) -> tuple[Store, int]:
     listener = listen(host)
     port = int(listener.getsockname()[1])
     # The store listens on every address unless it is handed a socket.
-    store = _distributed.TCPStore(
+    store = TCPStore(
         host,
         port,
         is_master=True,
@@ -65,10 +57,7 @@ def open_store(host: str, deadline: Deadline) -> tuple[Store, int]:
 def connect_store(host: str, port: int, deadline: Deadline) -> Store:
     """The store that member 0 opened. Raises DeadlineError when nobody answers there."""
     try:
-        store: Store = _distributed.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=deadline.wait_time()
-        )
-        return store
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.wait_time())
     except RuntimeError as error:
         raise DeadlineError(
             f"no store answers at {host}:{port} within {deadline.seconds:g} s ({one_line(error)}); "
@@ -76,32 +65,21 @@ def connect_store(host: str, port: int, deadline: Deadline) -> Store:
         ) from error
 
 
-def meet(store: Store, rank: int, labels: Sequence[str], name: str, backend: str, deadline: Deadline) -> None:
+def meet(store: Store, naming: Naming, backend: str, deadline: Deadline) -> None:
     """Waits until every member has said in the store that it is here. Checks that all connect by the same backend."""
+    group, labels = naming.group, naming.labels
     try:
-        store.set(f"here/{rank}", backend)
+        store.set(f"here/{naming.rank}", backend)
         absentees = list(range(len(labels)))
-        while absentees:
-            absentees = [member for member in absentees if not store.check([f"here/{member}"])]
-            if absentees and deadline.expired:
-                raise DeadlineError(
-                    f"{name}: {labels[rank]} waited {deadline.seconds:g} s for "
-                    f"{', '.join(labels[m] for m in absentees)} to join"
-                )
-            if absentees:
-                time.sleep(_POLL_SECONDS)
+        while absentees := [member for member in absentees if not store.check([f"here/{member}"])]:
+            if deadline.expired:
+                raise naming.absent(absentees, deadline, "to join")
+            time.sleep(_POLL_SECONDS)
         backends = [(store.get(f"here/{member}").decode(), label) for member, label in enumerate(labels)]
     except RuntimeError as error:
-        raise TransferError(f"{name}: {labels[rank]} lost the store of {labels[0]}: {one_line(error)}") from error
+        raise TransferError(f"{group}: {naming.me} lost the store of {labels[0]}: {one_line(error)}") from error
     for peer_backend, label in backends:
         if peer_backend != backend:
             raise TransferError(
-                f"{name}: {label} connects by backend {peer_backend!r}, {labels[rank]} by {backend!r}; "
-                "give both the same"
+                f"{group}: {label} connects by backend {peer_backend!r}, {naming.me} by {backend!r}; give both the same"
             )
-
-
-def one_line(cause: object) -> str:
-    """A message of torch in one line, without the place in its source at the start and without its advice."""
-    text = re.sub(r"^\[[^]]*:\d+\] ", "", " ".join(str(cause).split()))
-    return text.split(" This is typically caused")[0][:300]

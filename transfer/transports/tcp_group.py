@@ -13,26 +13,18 @@ import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
+from torch.distributed import PrefixStore, Store
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
 from weightcast.transfer.transports.communicator import Exchange, Message
-from weightcast.transfer.transports.peer_errors import Naming
-from weightcast.transfer.transports.rendezvous import one_line
+from weightcast.transfer.transports.peer_errors import Naming, one_line
 from weightcast.transfer.transports.tcp_handshake import connect_all
 from weightcast.transfer.transports.tcp_io import IoThread
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
 __all__ = ["TcpGroup"]
-
-# The names needed of it are exported at run time, but not declared.
-_distributed: Any = torch.distributed
 
 
 class TcpGroup:
@@ -53,17 +45,15 @@ class TcpGroup:
     def join(
         cls, store: Store, *, rank: int, labels: Sequence[str], name: str, deadline: Deadline, address: str = ""
     ) -> TcpGroup:
-        """Meets all members and connects to them.
+        """Meets all members and connects to them, as `join_group` says.
 
-        `labels` names the members in messages, "trainer rank 0" or "rollout-0 rank 1", in the order of their group
-        ranks; `name` is the same for all. `address` is the one of this host at which the others reach it; when empty,
-        the one from which this host reaches the store. Raises DeadlineError naming who did not come, TransferError
-        naming who cannot be reached.
+        An empty `address` stands for the one from which this host reaches the store. Raises TransferError naming who
+        cannot be reached.
         """
         if sys.platform != "linux":
             raise TransferError(f"{name}: backend 'tcp' needs Linux, found {sys.platform}; take 'gloo'")
         naming = Naming(name, tuple(labels), rank)
-        prefix_store = _distributed.PrefixStore(f"weightcast/{name}", store)
+        prefix_store = PrefixStore(f"weightcast/{name}", store)
         try:
             with ExitStack() as cleanup:
                 connections = connect_all(prefix_store, naming, address, deadline)

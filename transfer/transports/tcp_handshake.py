@@ -13,15 +13,14 @@ import socket
 import struct
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import Store
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, TransferError
-from weightcast.transfer.transports.peer_errors import Naming
-from weightcast.transfer.transports.rendezvous import listen, meet, one_line
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from weightcast.transfer.errors import TransferError
+from weightcast.transfer.transports.peer_errors import Naming, one_line
+from weightcast.transfer.transports.rendezvous import listen, meet
 
 __all__ = ["connect_all"]
 
@@ -50,7 +49,7 @@ def connect_all(store: Store, naming: Naming, address: str, deadline: Deadline) 
             store.set(f"address/{rank}", f"{port} {host}")
             if rank == 0:
                 store.set("secret", secrets.token_hex(16))
-            meet(store, rank, naming.labels, naming.group, "tcp", deadline)
+            meet(store, naming, "tcp", deadline)
             addresses = [store.get(f"address/{peer}").decode().split(maxsplit=1) for peer in range(size)]
             secret = bytes.fromhex(store.get("secret").decode())
         except RuntimeError as error:
@@ -86,10 +85,8 @@ def _connect(host: str, port: int, peer: int, naming: Naming, deadline: Deadline
     try:
         return socket.create_connection((host, port), timeout=max(deadline.left, 0.001))
     except TimeoutError as error:
-        raise DeadlineError(
-            f"{naming.group}: {naming.me} waited {deadline.seconds:g} s for {naming.labels[peer]} to answer at "
-            f"{host}:{port}; is that address reachable from here?"
-        ) from error
+        purpose = f"to answer at {host}:{port}; is that address reachable from here?"
+        raise naming.absent([peer], deadline, purpose) from error
     except OSError as error:
         raise TransferError(
             f"{naming.group}: {naming.me} cannot connect to {naming.labels[peer]} at {host}:{port}: {error}; is that "
@@ -120,11 +117,8 @@ def _accept(
             while absentees := sorted(expected - set(found)):
                 ready = strangers.select(min(deadline.left, _LOOK))
                 if deadline.expired:
-                    raise DeadlineError(
-                        f"{naming.group}: {naming.me} waited {deadline.seconds:g} s for "
-                        f"{', '.join(naming.labels[peer] for peer in absentees)} to connect to "
-                        f"{listener.getsockname()[0]}; is that address reachable from there?"
-                    )
+                    purpose = f"to connect to {listener.getsockname()[0]}; is that address reachable from there?"
+                    raise naming.absent(absentees, deadline, purpose)
                 # The listener last: whom a newcomer displaces may be among those who have just spoken.
                 for key, _ in sorted(ready, key=lambda event: event[0].data is None):
                     stranger: _Stranger | None = key.data

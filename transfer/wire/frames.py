@@ -78,6 +78,10 @@ class FrameWriter:
         self._columns[name] = descriptor
         self._payload.append(raw)
 
+    def text(self, name: str, value: str) -> None:
+        """Adds a table of one text."""
+        self.strings(name, (value,))
+
     def strings(self, name: str, values: tuple[str, ...]) -> None:
         """Adds texts without control characters. Raises WireError for others."""
         for text in values:
@@ -187,13 +191,6 @@ class FrameReader:
             raise self.error(f"has {name} {value!r:.80}, expected true or false")
         return value
 
-    def text(self, name: str) -> str:
-        """A text without control characters."""
-        value = self._field(name)
-        if not isinstance(value, str) or not value.isprintable():
-            raise self.error(f"has {name} {value!r:.80}, expected a text without control characters")
-        return value
-
     def _field(self, name: str) -> object:
         if name not in self._fields:
             raise self.error(f"has no field {name}")
@@ -227,25 +224,30 @@ class FrameReader:
         del self._columns[name]
         return descriptor, self._payload[name]
 
-    def column(self, name: str, count: int) -> IntArray:
-        """The column of that name, (count,) int64."""
+    def column(self, name: str, count: int, low: int | None = None, high: int | None = None) -> IntArray:
+        """The column of that name, (count,) int64, with low <= value <= high where these are given."""
         descriptor, raw = self._take(name, count, 8 * count)
         if descriptor[0] == STRINGS or is_words(descriptor):
             raise self.error(f"has column {name} in another form than whole numbers")
         values = decode_column(descriptor, raw)
         if values is None:
             raise self.error(f"has numbers beyond 64 bits in column {name}")
+        if low is not None and high is not None:
+            outside = (values < low) | (values > high)
+            if outside.any():
+                row = int(outside.argmax())
+                raise self.error(f"has {name} {int(values[row])} in row {row}, expected {low}..{high}")
         return values
 
-    def matrix(self, name: str, count: int, width: int) -> IntArray:
-        """The columns of a matrix, as (count, width) int64."""
+    def matrix(self, name: str, count: int, width: int, low: int | None = None, high: int | None = None) -> IntArray:
+        """The columns of a matrix, as (count, width) int64, with bounds like `column`."""
         if not 1 <= width <= MAX_WIDTH:
             raise self.error(f"has {width} dimensions in {name}, expected 1..{MAX_WIDTH}")
         self._budget -= 8 * count * width
         if self._budget < 0:
             raise self.error(f"needs more memory than the limit allows at {name} of {count} x {width} entries")
         # Each column is checked against the limits before the matrix is allocated.
-        return np.stack([self.column(f"{name}.{d}", count) for d in range(width)], axis=1)
+        return np.stack([self.column(f"{name}.{d}", count, low, high) for d in range(width)], axis=1)
 
     def words(self, name: str, count: int) -> npt.NDArray[np.uint64]:
         """The column of that name, (count,) uint64."""
@@ -273,6 +275,13 @@ class FrameReader:
             raise self.error(f"has texts in {name} with control characters")
         # Ranks name the same tensors: one string for all keeps look-ups in the cache and saves most of the memory.
         return tuple(map(sys.intern, text.split("\0")))
+
+    def text(self, name: str) -> str:
+        """The text of a table of one."""
+        texts = self.strings(name)
+        if len(texts) != 1:
+            raise self.error(f"has {len(texts)} texts in {name}, expected 1")
+        return texts[0]
 
     def finish(self) -> None:
         """Refuses a message with fields or columns that were not asked for."""

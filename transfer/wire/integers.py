@@ -119,33 +119,22 @@ def decode_column(descriptor: Descriptor, raw: memoryview) -> IntArray | None:
     form, count, *numbers = descriptor
     if form == _PROGRESSION:
         first, step = numbers
-        fits = _fits(first + step * max(count - 1, 0))
-        return _progression(count, first, step) if fits else None
+        if not _fits(first + step * max(count - 1, 0)):
+            return None
+        values: IntArray = np.full(count, first, dtype=np.int64)
+        if step:
+            values += step * np.arange(count, dtype=np.int64)
+        return values
     entries = np.frombuffer(raw, dtype=_TYPES[numbers[0]])
     base = numbers[1]
     low, high = (int(entries.min()) + base, int(entries.max()) + base) if len(entries) else (0, 0)
     if not _fits(low, high):
         return None
-    values: IntArray = entries.astype(np.int64)
+    values = entries.astype(np.int64)
     values += base
     if form == _VALUES:
         return values
-    return _summed(numbers[2], values) if _sums_fit(count, numbers[2], low, high) else None
-
-
-def _progression(count: int, first: int, step: int) -> IntArray:
-    values = np.full(count, first, dtype=np.int64)
-    if step:
-        values += step * np.arange(count, dtype=np.int64)
-    return values
-
-
-def _summed(first: int, steps: IntArray) -> IntArray:
-    values = np.empty(len(steps) + 1, dtype=np.int64)
-    values[0] = first
-    np.cumsum(steps, out=values[1:])
-    values[1:] += first
-    return values
+    return np.cumsum(np.append(numbers[2], values)) if _sums_fit(count, numbers[2], low, high) else None
 
 
 def _fits(*numbers: int) -> bool:

@@ -11,23 +11,19 @@ WireError, or another InputError of the value's own validation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.layout.dtypes import NAMES
 from weightcast.transfer.layout.placement import ExpertPlacement, RankPlacement
-from weightcast.transfer.layout.tables import LayoutNotes, RankReport, RegionTable, TensorTable
+from weightcast.transfer.layout.tables import NO_SLOT, LayoutNotes, RankReport, RegionTable, TensorTable
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, RankPart
 from weightcast.transfer.plan.verification import ValueCounts, Verify
 from weightcast.transfer.wire.frames import DEFAULT_MAX_BYTES, FrameReader, FrameWriter
-from weightcast.transfer.wire.tables import (
-    check_boxes,
-    check_padding,
-    check_range,
-    check_sum,
-    read_tensors,
-    write_tensors,
-)
+from weightcast.transfer.wire.tables import check_regions, read_tensors, write_tensors
 
 __all__ = [
     "MSGPACK",
@@ -52,13 +48,33 @@ _MAX_RANKS = 1 << 20
 _MAX_COUNT = (1 << 62) - 1
 _MAX_NOTED_BYTES = 1 << 60
 
+_OPERATION_BOUNDS = {
+    "kind": (min(Kind), max(Kind)),
+    "tensor": (0, _MAX_COUNT),
+    "src_party": (0, _MAX_RANKS),
+    "src_rank": (0, _MAX_RANKS),
+    "src_region": (0, _MAX_COUNT),
+    "dst_party": (1, _MAX_RANKS),
+    "dst_rank": (0, _MAX_RANKS),
+    "dst_region": (0, _MAX_COUNT),
+}
+_DIGEST_BOUNDS = {
+    "party": (0, _MAX_RANKS),
+    "rank": (0, _MAX_RANKS),
+    "region": (0, _MAX_COUNT),
+    "tensor": (0, _MAX_COUNT),
+    "dtype": (0, len(NAMES) - 1),
+    "cell": (0, _MAX_COUNT),
+}
+"""Least and greatest value of each column of operations and of digest rows, in the order of the message."""
+
 
 def encode_report(report: RankReport) -> bytes:
     """A rank's report as one frame. Raises WireError for texts with control characters."""
     w = FrameWriter(WIRE_VERSION, _REPORT)
     w.field("rank", report.rank)
     w.field("world_size", report.world_size)
-    w.strings("host", (report.host,))
+    w.text("host", report.host)
     write_tensors(w, report.table.tensors)
     w.column("tensor", report.table.tensor)
     w.matrix("offset", report.table.offset)
@@ -77,7 +93,7 @@ def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankRep
     r = FrameReader(data, version=WIRE_VERSION, kind=_REPORT, what="rank report", max_bytes=max_bytes)
     world_size = r.integer("world_size", 1, _MAX_RANKS)
     rank = r.integer("rank", 0, world_size - 1)
-    host = _read_one_text(r, "host")
+    host = r.text("host")
     tensors = read_tensors(r)
     count = r.count("tensor")
     table = RegionTable(
@@ -87,9 +103,7 @@ def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankRep
         r.matrix("size", count, tensors.width),
         r.column("slot", count),
     )
-    table.validate()
-    check_padding(r, tensors, table.tensor, table.offset, table.size)
-    check_sum(r, table.size.prod(axis=1), "regions")
+    check_regions(r, table, "regions")
     report = RankReport(rank, world_size, host, table, _read_placement(r), _read_notes(r))
     r.finish()
     return report
@@ -99,14 +113,14 @@ def encode_part(part: RankPart) -> bytes:
     """A rank's part of a plan as one frame."""
     w = FrameWriter(WIRE_VERSION, _PART)
     for name in ("instance", "table_fingerprint"):
-        w.strings(name, (getattr(part, name),))
+        w.text(name, getattr(part, name))
     for name in ("instance_party", "party", "rank", "instance_ranks", "bucket_bytes"):
         w.field(name, getattr(part, name))
     w.column("trainer_ranks", np.array(part.trainer_ranks, dtype=np.int64))
     write_tensors(w, part.tensors)
-    for name in _OPERATION_COLUMNS:
+    for name in _OPERATION_BOUNDS:
         w.column(f"operations.{name}", getattr(part.operations, name))
-    for name in _DIGEST_COLUMNS:
+    for name in _DIGEST_BOUNDS:
         w.column(f"digests.{name}", getattr(part.digests, name))
     for name in ("offset", "size"):
         w.matrix(f"operations.{name}", getattr(part.operations, name))
@@ -114,12 +128,8 @@ def encode_part(part: RankPart) -> bytes:
     w.column("wire_dtype", part.wire_dtype)
     w.column("stage", np.zeros(0, dtype=np.int64) if part.stage is None else part.stage)
     w.field("stages", part.stages)
-    w.strings("verify", (part.verify.value,))
+    w.text("verify", part.verify.value)
     return w.finish()
-
-
-_OPERATION_COLUMNS = ("kind", "tensor", "src_party", "src_rank", "src_region", "dst_party", "dst_rank", "dst_region")
-_DIGEST_COLUMNS = ("party", "rank", "region", "tensor", "dtype", "cell")
 
 
 def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
@@ -128,9 +138,8 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     Region columns are non-negative; only the rank itself has the table that says whether they are too large.
     """
     r = FrameReader(data, version=WIRE_VERSION, kind=_PART, what="part of a plan", max_bytes=max_bytes)
-    instance = _read_one_text(r, "instance")
-    trainer_ranks = r.column("trainer_ranks", r.count("trainer_ranks"))
-    check_range(r, "trainer_ranks", trainer_ranks, 0, _MAX_RANKS)
+    instance = r.text("instance")
+    trainer_ranks = r.column("trainer_ranks", r.count("trainer_ranks"), 0, _MAX_RANKS)
     if (np.diff(trainer_ranks) <= 0).any():
         raise r.error("lists trainer ranks that do not ascend")
     instance_party, instance_ranks = (r.integer(name, 1, _MAX_RANKS) for name in ("instance_party", "instance_ranks"))
@@ -138,12 +147,10 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
     if party not in (0, instance_party):
         raise r.error(f"is for party {party}, expected 0 or {instance_party}")
     tensors = read_tensors(r)
-    operations = _read_operations(r, tensors)
-    wire_dtype = r.column("wire_dtype", len(operations))
-    check_range(r, "wire_dtype", wire_dtype, 0, len(NAMES) - 1)
+    operations = Operations(**_read_rows(r, "operations", _OPERATION_BOUNDS, tensors))
+    wire_dtype = r.column("wire_dtype", len(operations), 0, len(NAMES) - 1)
     stages = r.integer("stages", 1, _MAX_COUNT)
-    stage = r.column("stage", len(operations) if stages > 1 else 0)
-    check_range(r, "stage", stage, 0, stages - 1)
+    stage = r.column("stage", len(operations) if stages > 1 else 0, 0, stages - 1)
     part = RankPart(
         instance=instance,
         instance_party=instance_party,
@@ -151,11 +158,11 @@ def decode_part(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankPart:
         rank=r.integer("rank", 0, _MAX_RANKS if party == 0 else instance_ranks - 1),
         trainer_ranks=tuple(trainer_ranks.tolist()),
         instance_ranks=instance_ranks,
-        table_fingerprint=_read_one_text(r, "table_fingerprint"),
+        table_fingerprint=r.text("table_fingerprint"),
         tensors=tensors,
         operations=operations,
         wire_dtype=wire_dtype,
-        digests=_read_digest_rows(r, tensors),
+        digests=DigestRows(**_read_rows(r, "digests", _DIGEST_BOUNDS, tensors)),
         bucket_bytes=r.integer("bucket_bytes", 1, _MAX_NOTED_BYTES),
         stage=stage if stages > 1 else None,
         stages=stages,
@@ -181,12 +188,11 @@ def encode_digests(report: DigestReport) -> bytes:
 def decode_digests(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> DigestReport:
     """The digests in a frame, validated. Raises WireError."""
     r = FrameReader(data, version=WIRE_VERSION, kind=_DIGESTS, what="digest report", max_bytes=max_bytes)
-    instance = _read_one_text(r, "instance") if r.count("instance") else None
+    instance = r.text("instance") if r.count("instance") else None
     if instance is None:
         r.strings("instance")
     count = r.count("cell")
-    cell = r.column("cell", count)
-    check_range(r, "cell", cell, 0, _MAX_COUNT)
+    cell = r.column("cell", count, 0, _MAX_COUNT)
     rank, digest = r.integer("rank", 0, _MAX_RANKS), r.words("digest", count)
     report = DigestReport(instance, rank, cell, digest, _read_values(r, count))
     r.finish()
@@ -195,27 +201,19 @@ def decode_digests(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Digest
 
 def _read_values(r: FrameReader, rows: int) -> ValueCounts:
     count = r.count("values.row")
-    values = ValueCounts(*(r.column(f"values.{name}", count) for name in ValueCounts._fields))
-    check_range(r, "row of values", values.row, 0, rows - 1)
+    row, *counts = ValueCounts._fields
+    columns = [r.column(f"values.{name}", count, 0, _MAX_COUNT) for name in counts]
+    values = ValueCounts(r.column(f"values.{row}", count, 0, rows - 1), *columns)
     if (np.diff(values.row) <= 0).any():
         raise r.error("counts values of rows that do not ascend")
-    for name in ValueCounts._fields[1:]:
-        check_range(r, f"values that are {name}", getattr(values, name), 0, _MAX_COUNT)
     return values
 
 
 def _read_verify(r: FrameReader) -> Verify:
-    name = _read_one_text(r, "verify")
+    name = r.text("verify")
     if name not in {mode.value for mode in Verify}:
         raise r.error(f"has verify {name!r:.200}, expected {', '.join(Verify)}")
     return Verify(name)
-
-
-def _read_one_text(r: FrameReader, name: str) -> str:
-    texts = r.strings(name)
-    if len(texts) != 1:
-        raise r.error(f"has {len(texts)} texts in {name}, expected 1")
-    return texts[0]
 
 
 def _write_placement(w: FrameWriter, placement: RankPlacement | None) -> None:
@@ -266,8 +264,7 @@ def _read_notes(r: FrameReader) -> LayoutNotes:
     left_out, reasons = r.strings("left_out"), r.strings("left_out_reason")
     if len(left_out) != len(reasons):
         raise r.error(f"leaves out {len(left_out)} tensors with {len(reasons)} reasons")
-    dispatch = r.matrix("dispatch", r.count("dispatch.0"), 3)
-    check_range(r, "dispatch entry", dispatch.reshape(-1), 0, _MAX_COUNT)
+    dispatch = r.matrix("dispatch", r.count("dispatch.0"), 3, 0, _MAX_COUNT)
     parameter_bytes = r.integer("parameter_bytes", 0, _MAX_NOTED_BYTES)
     return LayoutNotes(
         parameter_bytes=parameter_bytes,
@@ -279,30 +276,17 @@ def _read_notes(r: FrameReader) -> LayoutNotes:
     )
 
 
-def _read_operations(r: FrameReader, tensors: TensorTable) -> Operations:
-    count = r.count("operations.kind")
-    columns = {name: r.column(f"operations.{name}", count) for name in _OPERATION_COLUMNS}
-    boxes = {name: r.matrix(f"operations.{name}", count, tensors.width) for name in ("offset", "size")}
-    check_range(r, "kind", columns["kind"], min(Kind), max(Kind))
-    for name in ("src_party", "src_rank", "dst_party", "dst_rank"):
-        check_range(r, name, columns[name], int(name == "dst_party"), _MAX_RANKS)
-    for name in ("src_region", "dst_region"):
-        check_range(r, name, columns[name], 0, _MAX_COUNT)
-    check_boxes(r, tensors, columns["tensor"], boxes["offset"], boxes["size"])
-    return Operations(**columns, **boxes)
-
-
-def _read_digest_rows(r: FrameReader, tensors: TensorTable) -> DigestRows:
-    count = r.count("digests.cell")
-    columns = {name: r.column(f"digests.{name}", count) for name in _DIGEST_COLUMNS}
-    boxes = {name: r.matrix(f"digests.{name}", count, tensors.width) for name in ("offset", "size")}
-    for name in ("party", "rank"):
-        check_range(r, f"{name} of digests", columns[name], 0, _MAX_RANKS)
-    check_range(r, "dtype of digests", columns["dtype"], 0, len(NAMES) - 1)
-    for name in ("region", "cell"):
-        check_range(r, f"{name} of digests", columns[name], 0, _MAX_COUNT)
-    check_boxes(r, tensors, columns["tensor"], boxes["offset"], boxes["size"])
-    return DigestRows(**columns, **boxes)
+def _read_rows(
+    r: FrameReader, table: str, bounds: Mapping[str, tuple[int, int]], tensors: TensorTable
+) -> dict[str, IntArray]:
+    """Columns of operations or of digest rows, by name."""
+    count = r.count(f"{table}.tensor")
+    columns = {name: r.column(f"{table}.{name}", count, low, high) for name, (low, high) in bounds.items()}
+    columns |= {name: r.matrix(f"{table}.{name}", count, tensors.width) for name in ("offset", "size")}
+    no_slots = np.full(count, NO_SLOT, dtype=np.int64)
+    regions = RegionTable(tensors, columns["tensor"], columns["offset"], columns["size"], no_slots)
+    check_regions(r, regions, table)
+    return columns
 
 
 def _check_part(r: FrameReader, part: RankPart) -> None:

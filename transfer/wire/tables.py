@@ -5,14 +5,16 @@ Every check raises an InputError. None forms a product or sum before it has chec
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.layout.dtypes import NAMES
-from weightcast.transfer.layout.tables import NO_SLOT, RegionTable, TensorTable
+from weightcast.transfer.layout.tables import RegionTable, TensorTable
 from weightcast.transfer.wire.frames import FrameReader, FrameWriter
 
-__all__ = ["check_boxes", "check_padding", "check_range", "check_sum", "read_tensors", "write_tensors"]
+__all__ = ["check_regions", "read_tensors", "write_tensors"]
 
 _MAX_TENSOR_ELEMENTS = 1 << 48
 
@@ -30,23 +32,16 @@ def read_tensors(r: FrameReader) -> TensorTable:
     names = r.strings("names")
     count, width = len(names), r.width("shape")
     if len(set(names)) != count:
-        raise r.error(f"names tensor {_first_repeated(names)!r:.200} twice")
-    shape, ndim = r.matrix("shape", count, width), r.column("ndim", count)
-    tensors = TensorTable(names, shape, ndim, r.column("tensor_dtype", count))
-    check_range(r, "ndim", tensors.ndim, 0, width)
-    check_range(r, "dtype code", tensors.dtype, 0, len(NAMES) - 1)
-    rows = np.arange(count)
-    check_padding(r, tensors, rows, np.zeros_like(tensors.shape), tensors.shape)
+        repeated = next(name for name, number in Counter(names).items() if number > 1)
+        raise r.error(f"names tensor {repeated!r:.200} twice")
+    shape, ndim = r.matrix("shape", count, width), r.column("ndim", count, 0, width)
+    tensors = TensorTable(names, shape, ndim, r.column("tensor_dtype", count, 0, len(NAMES) - 1))
+    _check_padding(r, tensors, np.arange(count), np.zeros_like(shape), shape)
     if (tensors.shape < 0).any():
         row = int((tensors.shape < 0).any(axis=1).argmax())
         raise r.error(f"has shape {tensors.shape[row].tolist()} of tensor {names[row]!r:.200}, which is negative")
     _check_elements(r, tensors)
     return tensors
-
-
-def _first_repeated(names: tuple[str, ...]) -> str:
-    prefix: set[str] = set()
-    return next(name for name in names if name in prefix or prefix.add(name))  # type: ignore[func-returns-value]
 
 
 def _check_elements(r: FrameReader, tensors: TensorTable) -> None:
@@ -59,25 +54,17 @@ def _check_elements(r: FrameReader, tensors: TensorTable) -> None:
             name = tensors.names[row]
             raise r.error(f"has shape {tensors.shape[row].tolist()} of tensor {name!r:.200}, which is too large")
         elements = elements * dimension
-    check_sum(r, elements, "tensors")
+    _check_sum(r, elements, "tensors")
 
 
-def check_range(r: FrameReader, name: str, values: IntArray, low: int, high: int) -> None:
-    """Checks that low <= value <= high in every row."""
-    bad = (values < low) | (values > high)
-    if bad.any():
-        row = int(bad.argmax())
-        raise r.error(f"has {name} {int(values[row])} in row {row}, expected {low}..{high}")
+def check_regions(r: FrameReader, table: RegionTable, what: str) -> None:
+    """Checks that tensor rows are in range and boxes inside their tensors; `what` names the boxes."""
+    table.validate()
+    _check_padding(r, table.tensors, table.tensor, table.offset, table.size)
+    _check_sum(r, table.size.prod(axis=1), what)
 
 
-def check_boxes(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
-    """Checks, as for the regions of a report, that tensor rows are in range and boxes inside their tensors."""
-    RegionTable(tensors, tensor, offset, size, np.full(len(tensor), NO_SLOT, dtype=np.int64)).validate()
-    check_padding(r, tensors, tensor, offset, size)
-    check_sum(r, size.prod(axis=1), "boxes")
-
-
-def check_padding(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
+def _check_padding(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset: IntArray, size: IntArray) -> None:
     """Checks that dimensions which a tensor lacks have offset 0 and size 1."""
     padding = np.arange(tensors.width)[None, :] >= tensors.ndim[tensor][:, None]
     bad = padding & ((offset != 0) | (size != 1))
@@ -87,7 +74,7 @@ def check_padding(r: FrameReader, tensors: TensorTable, tensor: IntArray, offset
         raise r.error(f"has a box of {name!r:.200} in row {row} that reaches into dimensions the tensor lacks")
 
 
-def check_sum(r: FrameReader, elements: IntArray, what: str) -> None:
+def _check_sum(r: FrameReader, elements: IntArray, what: str) -> None:
     """Checks that the elements of all rows together can be counted in bytes."""
     # Summed in floating point, which cannot wrap around; 2^59 elements of 8 bytes stay well inside int64.
     if float(elements.sum(dtype=np.float64)) > 2.0**59:

@@ -7,12 +7,12 @@ import random
 
 import numpy as np
 import pytest
+from digest_support import add
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.records import DigestCounts
-from weightcast.transfer.digest.definition import add
 from weightcast.transfer.digest.residues import PRIME, add_runs, subtract
 from weightcast.transfer.errors import DigestMismatchError, PlanError
 from weightcast.transfer.layout.dtypes import dtype_code

@@ -9,7 +9,7 @@ import torch
 from weightcast.transfer.boxes.slices import contiguous_strides
 from weightcast.transfer.boxes.strided import StridedCopies, join
 from weightcast.transfer.copy.batch import CopyBatch, make_copies
-from weightcast.transfer.copy.runs import SCRATCH_BYTES, _Move
+from weightcast.transfer.copy.runs import SCRATCH_BYTES
 
 Box = tuple[int, int, list[int], list[int]]  # base, start, size, stride
 
@@ -125,8 +125,7 @@ def test_runs_at_one_distance_are_not_copied_twice(source: str, target: str, len
     made.run()
     assert all(map(torch.equal, targets, expected))
     if target != "apart" and length > 3:  # few bytes are not worth it, and where the others lie is up to the allocator
-        assert len(made.steps) == 1
-        assert _Move not in [type(step) for step in made.steps]
+        assert len(made.steps) == 1  # through the scratch memory it would be two
 
 
 def test_few_calls_move_many_regions() -> None:

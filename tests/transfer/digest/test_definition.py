@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from digest_support import DTYPES, random_bits
+from digest_support import DTYPES, add, digest, random_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spawn_support import run_ranks
@@ -17,7 +17,6 @@ from spawn_support import run_ranks
 from weightcast.transfer.copy.nan import settle_nan
 from weightcast.transfer.digest import definition as module
 from weightcast.transfer.digest.constants import constants as make_constants
-from weightcast.transfer.digest.definition import add, digest
 from weightcast.transfer.errors import LayoutError
 
 PRIME = 2**32 - 5
@@ -324,9 +323,6 @@ def test_add_reduces_each_residue_by_itself() -> None:
 @pytest.mark.parametrize(
     ("view", "offset", "dtype", "words"),
     [
-        (torch.zeros(2, 2), (0,), None, ["[0]", "[2, 2]", "expected 2 numbers"]),
-        (torch.zeros(2), (0, 0), None, ["[0, 0]", "[2]"]),
-        (torch.zeros(2), (-1,), None, ["[-1]", ">= 0"]),
         (torch.zeros(2, dtype=torch.complex64), (0,), None, ["complex64"]),
         (torch.zeros(2), (0,), torch.complex64, ["complex64"]),
     ],

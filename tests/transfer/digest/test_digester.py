@@ -13,15 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from digest_support import DTYPES, random_bits
+from digest_support import DTYPES, digest, random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plain_support import Piece, describe_pieces
 
 from weightcast.transfer.digest import cpu_scan as digest_scan
 from weightcast.transfer.digest import definition as digest_module
-from weightcast.transfer.digest.definition import digest
-from weightcast.transfer.digest.digester import Digester, digest_rows
+from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.errors import StalePlanError
 from weightcast.transfer.layout.dtypes import NAMES, dtype_code, to_torch
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
@@ -87,7 +86,7 @@ def test_rows_are_digested_as_one_by_one(block: int, way: str, monkeypatch: pyte
     expected = one_by_one(layout, *rows)
     monkeypatch.setattr(digest_module, "_BLOCK", {"cpu": block})
     monkeypatch.setattr(digest_scan, "_PIECE_BYTES", block)
-    found = digest_rows(layout, *rows)
+    found = Digester(layout, *rows).run()
     assert found.dtype == np.uint64
     assert found.tolist() == expected
 
@@ -108,7 +107,7 @@ def test_rows_in_any_order_cut_and_cast(way: str, data: st.DataObject) -> None:
     # A plan's boxes may be wider than those of the rank's table.
     wide = np.pad(offsets, ((0, 0), (0, 2))), np.pad(sizes, ((0, 0), (0, 2)), constant_values=1)
     expected = one_by_one(layout, rows, offsets, sizes, dtypes)
-    assert digest_rows(layout, rows, *wide, dtypes).tolist() == expected
+    assert Digester(layout, rows, *wide, dtypes).run().tolist() == expected
 
 
 def test_replicas_in_two_slots_agree_until_one_is_stale(way: str) -> None:
@@ -116,11 +115,11 @@ def test_replicas_in_two_slots_agree_until_one_is_stale(way: str) -> None:
     rows = all_rows(layout)
     table = layout.table
     layout.view(6).copy_(layout.view(4))
-    first, second = digest_rows(layout, *rows)[[4, 6]]
+    first, second = Digester(layout, *rows).run()[[4, 6]]
     assert table.region(4).tensor == table.region(6).tensor == "experts.3.gate.weight"
     assert first == second
     layout.view(6)[0, 0] += 1
-    first, second = digest_rows(layout, *rows)[[4, 6]]
+    first, second = Digester(layout, *rows).run()[[4, 6]]
     assert first != second
 
 
@@ -130,7 +129,7 @@ def test_rows_of_one_size_at_different_places_are_not_mixed_up(way: str) -> None
     for slot in range(4):
         builder.add(f"t{slot}", (20, 6), (5 * (slot % 2), 0), slots[slot], slot)
     layout = builder.build()
-    found = digest_rows(layout, *all_rows(layout)).tolist()
+    found = Digester(layout, *all_rows(layout)).run().tolist()
     assert found == [digest(slots[slot], (5 * (slot % 2), 0)) for slot in range(4)]
 
 
@@ -140,13 +139,13 @@ def test_rows_need_not_lie_at_even_distances(way: str) -> None:
     for number, start in enumerate((0, 30, 90, 91, 300)):
         builder.add(f"t{number}", (4, 5), (0, 0), storage[start : start + 20].view(4, 5))
     layout = builder.build()
-    assert digest_rows(layout, *all_rows(layout)).tolist() == one_by_one(layout, *all_rows(layout))
+    assert Digester(layout, *all_rows(layout)).run().tolist() == one_by_one(layout, *all_rows(layout))
 
 
 def test_no_rows(way: str) -> None:
     none = np.empty(0, dtype=np.int64)
     boxes = np.empty((0, 2), dtype=np.int64)
-    assert digest_rows(expert_layout(), none, boxes, boxes, none).shape == (0,)
+    assert Digester(expert_layout(), none, boxes, boxes, none).run().shape == (0,)
 
 
 # ---- the compiled loops

@@ -294,7 +294,7 @@ def test_nothing_is_counted_of_what_is_not_digested(
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"non_finite": "ignore"}, "Input should be 'refuse' or 'report'"),
+        ({"non_finite": "ignore"}, "expected 'refuse', 'report'"),
         ({"allow_non_finite": "w"}, "allow_non_finite is 'w', expected a list"),
         ({"allow_non_finite": [""]}, "at least 1 character"),
         ({"non_finite": "report", "allow_non_finite": ["w"]}, "non_finite is 'report', which allows all"),

@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from digest_support import add
 from plain_support import Piece, describe_pieces
 
-from weightcast.transfer.digest.definition import add
-from weightcast.transfer.digest.digester import digest_rows
+from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.verification import SAMPLE_STEP, Sample, Verify, sampled_rows
 
@@ -16,7 +16,7 @@ from weightcast.transfer.plan.verification import SAMPLE_STEP, Sample, Verify, s
 def digests(layout: RankLayout, sample: Sample | None) -> list[int]:
     table = layout.table
     dtype = table.tensors.dtype[table.tensor]
-    return [int(d) for d in digest_rows(layout, np.arange(len(table)), table.offset, table.size, dtype, sample)]
+    return [int(d) for d in Digester(layout, np.arange(len(table)), table.offset, table.size, dtype).run(sample)]
 
 
 def test_what_boxes_have_in_common_with_a_sample() -> None:
