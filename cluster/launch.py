@@ -17,7 +17,7 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import NAMESPACE, find_actor
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
+from weightcast.transfer.errors import AuthorizationError, ControlError, InputError, WeightcastError
 
 __all__ = ["down", "moved", "on_ray", "up"]
 
@@ -31,12 +31,17 @@ _PLACED = 10.0
 
 
 @contextmanager
-def on_ray(address: str) -> Iterator[None]:
-    """A context in which Ray is connected to the cluster at an address. Raises ControlError if there is none."""
-    import ray
+def on_ray(address: str, **settings: Any) -> Iterator[None]:
+    """A context in which Ray is connected to the cluster at an address. Raises ControlError if there is none.
 
+    "local" begins a cluster of its own, with Ray's `settings`.
+    """
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        import ray
+    except ImportError:
+        raise InputError("Ray is not installed: pip install 'weightcast[ray]'") from None
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ControlError(f"no Ray cluster at {address!r}: {' '.join(str(error).split())[:300]}") from None
     try:

@@ -18,10 +18,10 @@ from weightcast.transfer.errors import EngineError
 __all__ = ["end_process", "free_port", "running", "start_process", "tail", "wait_up"]
 
 
-def free_port() -> int:
-    """A TCP port on the loopback address that is free now."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that is free now on an address of this host; on all of them for ""."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
@@ -70,7 +70,9 @@ def tail(log: Path, lines: int = 5) -> str:
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
-def wait_up(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, headers: dict[str, str]) -> None:
+def wait_up(
+    process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, headers: dict[str, str] | None = None
+) -> None:
     """Waits until `url` answers. Raises EngineError with the end of the log when the process ends or time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

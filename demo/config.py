@@ -120,6 +120,10 @@ class DemoConfig:
     ray: str | None = None
     share: Share = None
 
+    def log(self, process: str) -> Path:
+        """The file to which a process logs."""
+        return self.work / f"{process}.log"
+
 
 @dataclass(frozen=True, slots=True)
 class VersionOutcome:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from weightcast.demo.config import LEARNING_RATE, DemoConfig, MegatronConfig
 from weightcast.demo.megatron_weights import gather_weights, load_weights
 from weightcast.demo.reference import ReferenceModel
+from weightcast.demo.training import Training
 from weightcast.transfer.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["MegatronTraining", "check_megatron"]
 
@@ -63,7 +64,7 @@ def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> No
             raise InputError(f"the model's {name} {count} cannot be split over {parts} ranks of {mesh}")
 
 
-class MegatronTraining:
+class MegatronTraining(Training):
     """One rank of a Megatron-Core Qwen3-MoE that starts from the reference's weights."""
 
     def __init__(self, mesh: MegatronConfig, reference: ReferenceModel) -> None:
@@ -97,8 +98,6 @@ class MegatronTraining:
 
     def _pass(self, rows: torch.Tensor, *, forward_only: bool) -> float:
         """Runs Megatron's schedule over the pipeline; returns the mean loss over data-parallel ranks, on every rank."""
-        import torch
-        import torch.distributed as dist
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         length = rows.shape[1]
@@ -129,7 +128,6 @@ class MegatronTraining:
 
 def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:
     """The config and model of this rank; `sizes` is the config of the Transformers model."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -184,7 +182,6 @@ def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:
 
 def _optimizer(config: Any, model: Any) -> tuple[Any, Any]:
     """The model in Megatron's data-parallel wrapper, and its distributed optimizer."""
-    import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from weightcast.transfer.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["gather_weights", "load_weights"]
 
@@ -36,7 +36,7 @@ _INSIDE = {
 }
 _FUSED = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
 
-Tensors = Mapping[str, "torch.Tensor"]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class _Part(NamedTuple):
@@ -56,8 +56,6 @@ class _Part(NamedTuple):
 
 def load_weights(model: Any, source: Tensors) -> None:
     """Fills this rank's parameters from the parameters of the Transformers model. `model` is a `GPTModel`."""
-    import torch
-
     with torch.no_grad():
         for part in _parts(model):
             rows = torch.cat(_rows(part, source, model.config.num_query_groups))
@@ -66,9 +64,6 @@ def load_weights(model: Any, source: Tensors) -> None:
 
 def gather_weights(model: Any, target: Tensors) -> None:
     """Copies the parameters of all ranks into those of the Transformers model on rank 0. Collective."""
-    import torch
-    import torch.distributed as dist
-
     groups = model.config.num_query_groups
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(list(_parts(model)), everyone)
@@ -123,8 +118,6 @@ def _rows(part: _Part, tensors: Tensors, groups: int) -> list[torch.Tensor]:
 
 def _split(part: _Part, rows: torch.Tensor) -> torch.Tensor:
     """This part of the whole tensor. Each rank has its part of the gate rows, and below it that of the up rows."""
-    import torch
-
     if part.dim < 0:
         return rows
     count = rows.shape[part.dim] // part.data.shape[part.dim]
@@ -134,8 +127,6 @@ def _split(part: _Part, rows: torch.Tensor) -> torch.Tensor:
 
 def _joined(part: _Part, parts: list[torch.Tensor]) -> torch.Tensor:
     """The whole tensor from its parts in order; the reverse of `_split`."""
-    import torch
-
     if part.dim < 0:
         return parts[0]
     if part.name == "fc1":

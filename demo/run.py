@@ -7,12 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from weightcast.demo.colocated import describe_step
 from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
-from weightcast.demo.machines import LocalMachines, Machines, Trainers
+from weightcast.demo.machines import LocalMachines, RayMachines, Trainers
 from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
 from weightcast.demo.processes import Server
@@ -40,11 +40,10 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     if config.megatron is not None:
         check_megatron(config, config.megatron, model)
     token = make_token()
-    os.environ[TOKEN_VARIABLE] = token  # read by the trainer processes; never on a command line
-    with ExitStack() as stack:
-        stack.enter_context(_ending_on_sigterm())
+    # Read by the trainer processes; never on a command line.
+    os.environ |= {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
+    with _ending_on_sigterm(), (RayMachines if config.ray else LocalMachines)(config, model, token) as machines:
         say("starting the gateway and " + ", ".join(f"{s.name} ({describe_server(s)})" for s in config.servers))
-        machines = stack.enter_context(_machines(config, model, token))
         url = machines.start_gateway()
         servers = [machines.start_server(spec) for spec in config.servers]
         for server in servers:
@@ -69,14 +68,6 @@ def _ending_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def _machines(config: DemoConfig, model: Path, token: str) -> AbstractContextManager[Machines]:
-    if config.ray is None:
-        return LocalMachines(config, model, token)
-    from weightcast.demo.ray_machines import RayMachines
-
-    return RayMachines(config, model, token)
 
 
 def _model(config: DemoConfig, say: Say) -> Path:
