@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -90,21 +89,18 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _mapping(
-    value: Any, where: str, required: Collection[str] = (), optional: Collection[str] | None = ()
+    value: Any, where: str, required: tuple[str, ...] = (), optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Returns `value` if it is an object with these keys; with none required any keys are fine."""
     if not isinstance(value, dict):
         _fail(f"{where}: expected an object, found {reprlib.repr(value)}")
-    if required:
-        for key in required:
-            if key not in value:
-                _fail(f"{where}: {key!r} is missing")
-        for key in value:
-            if key not in required and key not in (optional or ()):
-                _fail(
-                    f"{where}: key {reprlib.repr(key)} is not known; known are "
-                    f"{', '.join([*required, *(optional or ())])}"
-                )
+    known = (*required, *optional)
+    for key in required:
+        if key not in value:
+            _fail(f"{where}: {key!r} is missing")
+    for key in value if required else ():
+        if key not in known:
+            _fail(f"{where}: key {reprlib.repr(key)} is not known; known are {', '.join(known)}")
     return value
 
 
@@ -215,10 +211,9 @@ def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float, *, opera
     """A plan as the JSON object that `weightcast plan --json` prints. Regions index the ranks' lists in the bundle, so
     without a bundle there are no `operations` to print."""
     o = plan.operations
-    ndim = plan.tensors.ndim[o.tensor].tolist() if operations else []
     columns = [getattr(o, name).tolist() for name in o.__slots__] if operations else []
     return {
-        "ops": [_operation(plan, *row) for row in zip(*columns, ndim, strict=True)],
+        "ops": [_operation(plan, dict(zip(o.__slots__, row, strict=True))) for row in zip(*columns, strict=True)],
         "summary": {
             "bytes_sent": traffic.bytes_sent,
             "bytes_copied": traffic.bytes_copied,
@@ -229,26 +224,14 @@ def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float, *, opera
     }
 
 
-def _operation(
-    plan: TransferPlan,
-    kind: int,
-    tensor: int,
-    src_instance: int,
-    src_rank: int,
-    src_region: int,
-    instance: int,
-    dst_rank: int,
-    dst_region: int,
-    offset: list[int],
-    size: list[int],
-    ndim: int,
-) -> dict[str, Any]:
-    record: dict[str, Any] = {"kind": Kind(kind).name.lower(), "tensor": plan.tensors.names[tensor]}
+def _operation(plan: TransferPlan, row: dict[str, Any]) -> dict[str, Any]:
+    kind, tensor, ndim = Kind(row["kind"]), plan.tensors.names[row["tensor"]], int(plan.tensors.ndim[row["tensor"]])
+    record: dict[str, Any] = {"kind": kind.name.lower(), "tensor": tensor}
     if kind == Kind.RELAY:
-        record["src_instance"] = plan.instances[src_instance]
+        record["src_instance"] = plan.instances[row["src_instance"]]
     if kind != Kind.COPY:
-        record["src_rank"] = src_rank
-    record |= {"instance": plan.instances[instance], "dst_rank": dst_rank}
+        record["src_rank"] = row["src_rank"]
+    record |= {"instance": plan.instances[row["instance"]], "dst_rank": row["dst_rank"]}
     if kind == Kind.COPY:
-        record["src_region"] = src_region
-    return record | {"dst_region": dst_region, "offset": offset[:ndim], "size": size[:ndim]}
+        record["src_region"] = row["src_region"]
+    return record | {"dst_region": row["dst_region"], "offset": row["offset"][:ndim], "size": row["size"][:ndim]}

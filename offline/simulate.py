@@ -84,6 +84,7 @@ def simulate(
     labels = [f"trainer {rank}" for rank in range(plan.trainer_world)]
     for name, world in zip(plan.instances, plan.instance_world, strict=True):
         labels += [f"{name} {rank}" for rank in range(world)]
+    bounds = _bounds(plan, target, nbytes, join_pair(trainer, instances), hosts, topology)
     return Simulation(
         labels=tuple(labels),
         first=hosts.first,
@@ -91,7 +92,7 @@ def simulate(
         seconds=seconds,
         rank_seconds=seconds.max(axis=0) + rank_hops * topology.latency_us * 1e-6,
         hops=int(rank_hops.max(initial=0)),
-        bounds=tuple(sorted(_bounds(plan, join_pair(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
+        bounds=tuple(sorted(bounds, key=lambda bound: -bound.seconds)),
     )
 
 
@@ -104,27 +105,26 @@ def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
     return counts
 
 
-def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topology) -> list[Bound]:
+def _bounds(
+    plan: TransferPlan, target: IntArray, nbytes: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology
+) -> list[Bound]:
     """Lower bounds for plans whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
 
-    Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
+    Each operation writes `nbytes` to the rank `target`. Every rank of an instance receives each byte that it needs
+    once, as the invariants prove of this plan.
     """
     o = plan.operations
-    transfers = o.take(np.flatnonzero(o.kind != Kind.COPY))
-    target = hosts.number(transfers.instance, transfers.dst_rank)
+    is_copy = o.kind == Kind.COPY
+    copy_bytes = np.bincount(target[is_copy], weights=nbytes[is_copy], minlength=len(hosts))
+    transfers, target, nbytes = o.take(np.flatnonzero(~is_copy)), target[~is_copy], nbytes[~is_copy]
     code = plan.instance_dtype[transfers.instance, transfers.tensor]
-    need = np.bincount(target, weights=volumes(transfers.size) * ITEMSIZE[code], minlength=len(hosts))
+    need = np.bincount(target, weights=nbytes, minlength=len(hosts))
     seconds_per_byte = 8e-9 / topology.nic_gbps
     _, host = np.unique(hosts.host, return_inverse=True)
     ranks = np.bincount(host)
     has_peers = ranks[host] > 1
     entry = np.where(has_peers, topology.nic_gbps + topology.nvlink_gbps, topology.nic_gbps)
     bounds = [Bound(float((need * 8e-9 / entry).max(initial=0.0)), "what one rank needs, over all its links")]
-    copy_bytes = np.bincount(
-        hosts.number(o.instance, o.dst_rank)[o.kind == Kind.COPY],
-        weights=(volumes(o.size) * ITEMSIZE[plan.instance_dtype[o.instance, o.tensor]])[o.kind == Kind.COPY],
-        minlength=len(hosts),
-    )
     memory = (need + 2 * copy_bytes).max(initial=0.0) * 8e-9 / topology.memory_gbps
     bounds.append(Bound(float(memory), "what one rank writes to its memory"))
     # Distinct bytes that a host needs, by dtype, less those that a trainer rank on it holds.
@@ -147,9 +147,7 @@ def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topolo
             cell_host[cell], weights=volumes(size) * ITEMSIZE[boxes.key // tensors % dtypes][cell],
             minlength=ranks.shape[0],
         )  # fmt: skip
-    receivers = np.zeros(ranks.shape[0], dtype=np.int64)
-    inference = np.arange(len(hosts)) >= plan.trainer_world
-    receivers += np.bincount(host[inference], minlength=ranks.shape[0])
+    receivers = np.bincount(host[plan.trainer_world :], minlength=ranks.shape[0])
     nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
     bounds.append(
         Bound(float((host_bytes / nics).max(initial=0.0)) * seconds_per_byte, "what one host needs once, over its NICs")
