@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+
+from weightcast.commands.options import Commands, add_gateway_option, read_file, show_update
+from weightcast.transfer.errors import InputError
+from weightcast.transfer.planner.topology import read_topology
 
 __all__ = ["add"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
     """Adds the parser of `weightcast load`."""
-    from weightcast.commands.status import add_gateway_option
-
     parser = commands.add_parser("load", help="load a safetensors checkpoint into engines, without a trainer")
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="folder of safetensors files")
     parser.add_argument(
@@ -40,16 +40,14 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     from weightcast.adapters.unsharded import CheckpointSource
-    from weightcast.commands.outcome import show_update
     from weightcast.gateway.client import GatewayClient
     from weightcast.gateway.ranks.trainer import TrainerWorker
-    from weightcast.transfer.errors import InputError
 
     instances = dict(_instance(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
-    topology = _topology(arguments.topology) if arguments.topology else None
+    topology = read_topology(read_file(arguments.topology)).document if arguments.topology else None
     source.describe()  # a fault of the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
@@ -65,25 +63,10 @@ def _run(arguments: argparse.Namespace) -> int:
             worker.close()
             client.delete_pair(arguments.pair)
     show_update(arguments.version, records, arguments.json)
-    return 0
-
-
-def _topology(path: Path) -> dict[str, Any]:
-    """The fields of a topology. Raises InputError for a file that cannot be read, LayoutError for one that is none."""
-    from weightcast.transfer.errors import InputError
-    from weightcast.transfer.planner.topology import read_topology
-
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from None
-    return read_topology(content).document
 
 
 def _instance(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the engine record of an `--instance`. Raises InputError."""
-    from weightcast.transfer.errors import InputError
-
     try:
         record = json.loads(text)
         name = record.pop("name")

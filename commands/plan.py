@@ -7,10 +7,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from weightcast.commands.options import Commands, read_file
 from weightcast.offline.bundle import Bundle, plan_document, read_bundle
 from weightcast.offline.chart import draw
 from weightcast.offline.models import (
@@ -29,8 +30,6 @@ from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, read_topology
 
 __all__ = ["add"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _MOST_REDUNDANT = 1 << 14
 """Slots beyond the experts of a layer: far more than an instance has, and few enough to make layouts of."""
@@ -64,11 +63,11 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_plan)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> None:
     if arguments.picture and not arguments.simulate:
         raise InputError("--picture draws a simulation: give --simulate TOPOLOGY too")
-    bundle = _of_shape(arguments) if arguments.shape else read_bundle(_read(arguments.layouts))
-    topology = read_topology(_read(arguments.simulate)) if arguments.simulate else None
+    bundle = _of_shape(arguments) if arguments.shape else read_bundle(read_file(arguments.layouts))
+    topology = read_topology(read_file(arguments.simulate)) if arguments.simulate else None
     hosts = Hosts.of(bundle.trainer_hosts, list(bundle.instance_hosts.values()), topology)
     start = time.perf_counter()
     plan = plan_transfer(
@@ -96,14 +95,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(_verdict(simulation, plan, traffic))
     else:
         print(_plan_table(plan, traffic, seconds, checked=arguments.check))
-    return 0
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -62,7 +62,7 @@ def test_an_engine_gets_a_checkpoint(gateway: str, checkpoint: Path, capsys: pyt
     arguments = ["load", str(checkpoint), "--instance", instance, "--version", "7", "--gateway", gateway]
     topology = checkpoint / "topology.toml"
     assert main([*arguments, "--topology", str(topology)]) == 2
-    assert f"cannot read {topology}: No such file" in capsys.readouterr().err
+    assert f"cannot read {str(topology)!r}: No such file" in capsys.readouterr().err
     topology.write_text("nic_gbps = 0")
     assert main([*arguments, "--topology", str(topology)]) == 2
     assert capsys.readouterr().err.endswith("topology: nic_gbps is 0, expected a number from 1e-06 to 1e+09\n")
