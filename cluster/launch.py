@@ -9,15 +9,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.cluster.placement_group import give_back
+from weightcast.cluster.processes import check_installed
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
-from weightcast.cluster.trainer_ranks import kept_spec, start_trainer
+from weightcast.cluster.trainer_ranks import give_back, kept_spec, start_trainer
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import NAMESPACE, find_actor
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import AuthorizationError, ControlError, InputError, WeightcastError
+from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
 
 __all__ = ["down", "moved", "on_ray", "up"]
 
@@ -36,10 +36,9 @@ def on_ray(address: str, **settings: Any) -> Iterator[None]:
 
     "local" begins a cluster of its own, with Ray's `settings`.
     """
-    try:
-        import ray
-    except ImportError:
-        raise InputError("Ray is not installed: pip install 'weightcast[ray]'") from None
+    check_installed("Ray", "ray")
+    import ray
+
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -75,7 +74,7 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             if members is None:
                 settings, world = spec.settings, spec.trainer.ranks
                 client.create_pair(spec.pair, world, records, settings, commit=spec.commit, topology=spec.topology)
-                undo.callback(_forget, spec)
+                undo.callback(_withdraw, spec, GatewayClient.delete_pair)
             else:
                 for instance in spec.instances:
                     _let_in(client, spec, instance, urls[instance.name], members, engines, undo)
@@ -183,7 +182,7 @@ def _let_in(
     if one.name not in known or one.name not in started:
         client.join_instance(spec.pair, one.name, one.record(url))
         if one.name not in known:
-            undo.callback(_leave, spec, one.name)
+            undo.callback(_withdraw, spec, GatewayClient.leave_instance, one.name)
     else:  # an engine of that name has ended for good
         moved(url, spec, one)
 
@@ -223,7 +222,7 @@ def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = No
 def down(spec: ClusterSpec, say: Say) -> None:
     """Stops what `up` started for a pair, and nothing else; the gateway, too, once it has no pair left."""
     if spec.gateway.url is not None or find_actor(spec.gateway.name) is not None:
-        _forget(spec)
+        _withdraw(spec, GatewayClient.delete_pair)
     for name in _actors(spec.pair):
         stop_actor(name)
         say(f"{name} is stopped")
@@ -238,14 +237,10 @@ def down(spec: ClusterSpec, say: Say) -> None:
             say(f"gateway ray://{spec.gateway.name} is stopped")
 
 
-def _forget(spec: ClusterSpec) -> None:
+def _withdraw(spec: ClusterSpec, call: Callable[..., object], *arguments: str) -> None:
+    """Makes a call of the gateway's client about the pair, as far as there is such a gateway and pair."""
     with suppress(WeightcastError), GatewayClient(spec.gateway_url) as client:
-        client.delete_pair(spec.pair)
-
-
-def _leave(spec: ClusterSpec, instance: str) -> None:
-    with suppress(WeightcastError), GatewayClient(spec.gateway_url) as client:
-        client.leave_instance(spec.pair, instance)
+        call(client, spec.pair, *arguments)
 
 
 def _actors(pair: str) -> list[str]:

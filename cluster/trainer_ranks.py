@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from weightcast.cluster.placement_group import give_back, reserve
 from weightcast.cluster.ray_actors import CONNECTED, RankActor, RankPlace, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.ray_address import find_actor
 from weightcast.transfer.errors import ControlError, EngineError
 
-__all__ = ["begin", "heard", "kept_spec", "start_trainer", "update"]
+__all__ = ["begin", "give_back", "heard", "kept_spec", "start_trainer", "update"]
+
+_LEAST = 0.001
+"""CPUs of a bundle for ranks that ask for nothing: Ray has no empty ones."""
 
 
 def _name(pair: str, rank: int) -> str:
@@ -35,11 +38,50 @@ def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float
     options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
     undo.callback(give_back, spec.pair)
     actors = []
-    for rank, placement in enumerate(reserve(spec, seconds)):
+    for rank, placement in enumerate(_reserve(spec, seconds)):
         name = _name(spec.pair, rank)
         actors.append(spawn(RankActor, name, environment, spec, detached=True, **{**options, **placement}))
         undo.callback(stop_actor, name)
     _begin(actors, spec, seconds)
+
+
+def _reserve(spec: ClusterSpec, seconds: float) -> list[dict[str, Any]]:
+    """Ray's options for each rank's place: none where the file names no strategy.
+
+    Raises EngineError where the cluster has no room for all within `seconds`.
+    """
+    strategy, ranks = spec.trainer.strategy, spec.trainer.ranks
+    if strategy is None:
+        return [{}] * ranks
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = _bundle(spec.trainer.options)
+    group = ray.util.placement_group([bundle] * ranks, strategy, _group_name(spec.pair), lifetime="detached")
+    if not group.wait(seconds):
+        ray.util.remove_placement_group(group)
+        raise EngineError(
+            f"pair {spec.pair}: no room for {ranks} trainer ranks of {bundle} each by {strategy} within {seconds:g} s"
+        )
+    return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)} for rank in range(ranks)]
+
+
+def give_back(pair: str) -> None:
+    """Ends the reservation of a pair, if there is one."""
+    import ray
+
+    with suppress(ValueError):  # there is none
+        ray.util.remove_placement_group(ray.util.get_placement_group(_group_name(pair)))
+
+
+def _group_name(pair: str) -> str:
+    return f"{pair}/trainer"
+
+
+def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that an actor with these options takes, by name."""
+    counts = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    return {name: count for name, count in counts.items() if count} or {"CPU": _LEAST}
 
 
 def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:

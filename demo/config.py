@@ -59,6 +59,10 @@ class ServerConfig:
         """Number of its scheduler processes."""
         return self.tp * self.pp
 
+    def __str__(self) -> str:
+        text = f"tp{self.tp}/ep{self.ep}" + (f"/pp{self.pp}" if self.pp > 1 else "")
+        return text + (f" map {list(self.placement)}" if self.placement else "")
+
 
 DEFAULT_SERVERS = (
     # Rank 1 holds experts 3, 3 and 0: two replicas of one expert on one rank, which engines' own loaders may leave

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,9 @@ _WITHOUT_KERNELS: dict[str, Any] = {
 
 
 def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> None:
-    """Raises InputError when there is no Megatron-Core, no prelude, or the model is not one that can be built here."""
+    """Raises InputError when there is no prelude, or the model is not one that can be built here."""
     from transformers import AutoConfig
 
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise InputError("Megatron-Core is not installed: pip install 'weightcast[megatron]'")
     if config.prelude is None:
         raise InputError(
             "the demo trains on the CPU, where Megatron-Core does not run by itself: give --trainer-prelude a file "

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from weightcast.cluster.processes import check_installed
 from weightcast.demo.colocated import describe_step
-from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
+from weightcast.demo.config import LOSS_LIMIT, DemoConfig, VersionOutcome
 from weightcast.demo.machines import LocalMachines, RayMachines, Trainers
 from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
@@ -35,6 +36,11 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
         raise InputError("the demo needs at least one trainer, one version and one instance")
     if config.prelude is not None and not config.prelude.is_file():
         raise InputError(f"--trainer-prelude {config.prelude} is not a file")
+    check_installed("SGLang", "sglang")
+    if config.ray is not None:
+        check_installed("Ray", "ray")
+    if config.megatron is not None:
+        check_installed("Megatron-Core", "megatron", "megatron.core")
     config.work.mkdir(parents=True, exist_ok=True)
     model = _model(config, say)
     if config.megatron is not None:
@@ -43,7 +49,7 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     # Read by the trainer processes; never on a command line.
     os.environ |= {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
     with _ending_on_sigterm(), (RayMachines if config.ray else LocalMachines)(config, model, token) as machines:
-        say("starting the gateway and " + ", ".join(f"{s.name} ({describe_server(s)})" for s in config.servers))
+        say("starting the gateway and " + ", ".join(f"{s.name} ({s})" for s in config.servers))
         url = machines.start_gateway()
         servers = [machines.start_server(spec) for spec in config.servers]
         for server in servers:
@@ -170,9 +176,3 @@ def _compare(
         shared=reference.moved[server.spec.name][1],
     )
     return outcome, tokens
-
-
-def describe_server(server: ServerConfig) -> str:
-    """One line about a server's layout, for the table."""
-    text = f"tp{server.tp}/ep{server.ep}" + (f"/pp{server.pp}" if server.pp > 1 else "")
-    return text + (f" map {list(server.placement)}" if server.placement else "")

@@ -74,7 +74,7 @@ def train(place: RankPlace, config: DemoConfig, model: Path, url: str, pipe: Con
             world_size=config.trainers,
             timeout=timedelta(seconds=config.deadline),
         )
-        _run(_Rank(place, config, model, url), place.rank, url, pipe)
+        _run(_Rank(place, config, model, url), url, pipe)
     except Exception as error:
         traceback.print_exc()
         if not isinstance(error, WeightcastError):
@@ -97,7 +97,7 @@ class _Rank:
 
     def __init__(self, place: RankPlace, config: DemoConfig, folder: Path, url: str) -> None:
         torch.manual_seed(0)
-        self.config = config
+        self.rank, self.config = place.rank, config
         self.reference = ReferenceModel(folder)
         self._training = _training(place.rank, config, folder, self.reference)
         vocabulary = int(self.reference.model.config.vocab_size)
@@ -148,23 +148,27 @@ class _Rank:
         if self._weights is not None:
             self._weights.offload()
 
-    def totals(self) -> tuple[dict[str, tuple[int, int]], int]:
-        """Bytes sent and exported to each instance, and bytes of weights that are away, over all trainer ranks."""
+    def report(self, version: int, steps: list[StepReport]) -> Reference | None:
+        """The report of a version, on rank 0. All ranks make it: bytes are those of all."""
         names = [server.name for server in self.config.servers]
         transfers = [self._result.transfers.get(name) for name in names]
-        rows = [(0, 0) if report is None else (report.bytes_sent, report.bytes_shared) for report in transfers]
+        rows = [(0, 0) if entry is None else (entry.bytes_sent, entry.bytes_shared) for entry in transfers]
         counts = torch.tensor([*rows, (self._weights.away_bytes if self._weights else 0, 0)])
         dist.all_reduce(counts)
+        if self.rank:
+            return None
         *moved, (away_bytes, _) = counts.tolist()
-        return {name: (sent, shared) for name, (sent, shared) in zip(names, moved, strict=True)}, away_bytes
-
-    def describe(
-        self, version: int, steps: list[StepReport], moved: dict[str, tuple[int, int]], away_bytes: int
-    ) -> Reference:
-        """The report of a version, with what the reference generates."""
-        tokens = self.reference.generate(self.prompts, self.config.new_tokens)
-        losses = (self._loss, self._trainer_loss, self.reference.loss(self._batches[0]))
-        return Reference(version, *losses, tokens, self._result.instances, moved, steps, away_bytes)
+        return Reference(
+            version,
+            self._loss,
+            self._trainer_loss,
+            self.reference.loss(self._batches[0]),
+            self.reference.generate(self.prompts, self.config.new_tokens),
+            self._result.instances,
+            {name: (sent, shared) for name, (sent, shared) in zip(names, moved, strict=True)},
+            steps,
+            away_bytes,
+        )
 
 
 def _training(rank: int, config: DemoConfig, folder: Path, reference: ReferenceModel) -> Training:
@@ -174,12 +178,12 @@ def _training(rank: int, config: DemoConfig, folder: Path, reference: ReferenceM
     return FsdpTraining(rank, config.trainers, folder)
 
 
-def _run(rank: _Rank, number: int, url: str, pipe: Connection) -> None:
+def _run(rank: _Rank, url: str, pipe: Connection) -> None:
     """Runs version after version; the checkpoint is version 0."""
     config, cycle = rank.config, None
     if config.share is not None:
-        engines = pipe.recv() if number == 0 else dict.fromkeys((server.name for server in config.servers), url)
-        cycle = make_cycle(rank, engines, number, config.deadline)
+        engines = pipe.recv() if rank.rank == 0 else dict.fromkeys((server.name for server in config.servers), url)
+        cycle = make_cycle(rank, engines, rank.rank, config.deadline)
     for version in range(config.versions + 1):
         steps: list[StepReport] = []
         if version > 0 and cycle is not None:
@@ -189,9 +193,8 @@ def _run(rank: _Rank, number: int, url: str, pipe: Connection) -> None:
                 rank.train(version)
                 rank.transfer(version)
             rank.look()
-        moved, away_bytes = rank.totals()
-        if number == 0:
-            pipe.send(rank.describe(version, steps, moved, away_bytes))
+        if (report := rank.report(version, steps)) is not None:
+            pipe.send(report)
             while (answers := pipe.recv()) is not None:
                 pipe.send(rank.reference.logprobs(rank.prompts, answers))
         dist.barrier()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from weightcast.cli import main
 from weightcast.demo.config import DemoConfig, MegatronConfig, VersionOutcome
 from weightcast.transfer.errors import InputError
 
@@ -76,6 +79,44 @@ def test_bad_settings_end_at_once(arguments: list[str], message: str, tmp_path: 
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "message"),
+    [
+        ("sglang", ["demo"], "weightcast demo: SGLang is not installed: pip install 'weightcast[sglang]'"),
+        ("ray", ["demo", "--ray"], "weightcast demo: Ray is not installed: pip install 'weightcast[ray]'"),
+        (
+            "megatron.core",
+            ["demo", "--trainer", "megatron"],
+            "weightcast demo: Megatron-Core is not installed: pip install 'weightcast[megatron]'",
+        ),
+        ("ray", ["update", "main", "--version", "1"], "weightcast update: Ray is not installed"),
+    ],
+)
+def test_packages_that_are_not_installed_are_named(
+    module: str,
+    command: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("sglang", "ray", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, None if name == module else Installed(name))
+    work = tmp_path / "work"
+    assert main([*command, *(["--work", str(work)] if command[0] == "demo" else [])]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), work.exists()) == ("", 1, False)
+    assert message in err
+
+
+class Installed(ModuleType):
+    """A module that is there, as far as its spec tells."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
 
 
 def _model(folder: Path, **changes: object) -> Path:
