@@ -149,7 +149,7 @@ def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
     while len(messages) < len(actors) and time.monotonic() < deadline:
         futures = {rank: actor.hear.remote(1.0) for rank, actor in enumerate(actors) if rank not in messages}
         for rank, future in futures.items():
-            message = heard(future, rank)
+            message = heard(future, rank, seconds)
             if isinstance(message, tuple) and message[0] == about:
                 messages[rank] = message[1]
     for message in messages.values():
@@ -161,17 +161,12 @@ def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
     return [messages[rank] for rank in range(len(actors))]
 
 
-def heard(future: Any, rank: int) -> object:
+def heard(future: Any, rank: int, seconds: float) -> object:
     """The message of a rank for which its actor was asked, None if it has sent none.
 
-    Raises the error that the rank has sent, and EngineError for one that has ended.
+    Raises the error that the rank has sent, and EngineError for one that has ended or whose actor does not answer.
     """
-    import ray
-
-    try:
-        _, message = ray.get(future)
-    except ray.exceptions.RayError as error:
-        raise EngineError(f"trainer rank {rank} ended: {' '.join(str(error).split())[:300]}") from None
+    _, message = answered(future, f"trainer rank {rank}", seconds)
     if isinstance(message, Exception):
         raise message
     return message

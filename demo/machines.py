@@ -5,13 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weightcast.cluster.launch import on_ray
 from weightcast.cluster.processes import free_port
@@ -24,119 +23,109 @@ from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.server import ray_actor
 from weightcast.transfer.errors import EngineError
 
-__all__ = ["LocalMachines", "Machines", "RayMachines", "Trainers"]
+__all__ = ["Machines", "RayMachines", "Trainers"]
 
 _NAME = "weightcast-demo"
+_ANSWER = 60.0
+"""Seconds for an actor to answer."""
 
 
-class Trainers(ABC):
+class Rank(Protocol):
+    """One trainer rank."""
+
+    def send(self, message: object) -> None:
+        """Sends it a message. Raises OSError when it has ended."""
+
+    def hear(self, seconds: float) -> object:
+        """Its next message, None if it sends none within the time. Raises the error that it sends or ends by."""
+
+
+class Trainers:
     """The trainer ranks. Rank 0 speaks for all; an end or error of any of them is raised here."""
 
-    def __init__(self, ranks: int, seconds: float) -> None:
+    def __init__(self, ranks: Sequence[Rank], seconds: float) -> None:
         self._ranks, self._seconds = ranks, seconds
 
-    @abstractmethod
     def send(self, message: object) -> None:
         """Sends a message to rank 0."""
-
-    @abstractmethod
-    def _hear(self, rank: int, seconds: float) -> object:
-        """The next message of a rank, None if it sends none within the time. Raises its error."""
+        try:
+            self._ranks[0].send(message)
+        except OSError:
+            self.receive()
 
     def receive(self) -> object:
         """The next message of rank 0. Raises EngineError when it does not come, and the error of any rank."""
         deadline = time.monotonic() + self._seconds
         while time.monotonic() < deadline:
-            for rank in range(self._ranks):
+            for number, rank in enumerate(self._ranks):
                 # Rank 0 is waited for; of the others only an error is expected.
-                if (message := self._hear(rank, 0.0 if rank else 0.5)) is not None:
+                if (message := rank.hear(0.0 if number else 0.5)) is not None:
                     return message
         raise EngineError(f"trainer rank 0 said nothing for {self._seconds:g} s")
 
 
-class Machines(ExitStack, ABC):
-    """Starts the demo's processes. They are ended on leaving."""
+class Machines(ExitStack):
+    """Runs the demo's processes on this machine. They are ended on leaving."""
 
     def __init__(self, config: DemoConfig, model: Path, token: str) -> None:
         super().__init__()
         self._config, self._model, self._token = config, model, token
 
-    @abstractmethod
     def start_gateway(self) -> str:
         """Starts the gateway; returns its address for trainers, once it answers."""
-
-    @abstractmethod
-    def start_server(self, spec: ServerConfig) -> Server:
-        """Starts a server without waiting: call its `wait_up` when all are started."""
-
-    @abstractmethod
-    def start_trainers(self, url: str) -> Trainers:
-        """Starts all trainer ranks with the gateway's address."""
-
-
-class LocalMachines(Machines):
-    """Processes of this machine."""
-
-    def start_gateway(self) -> str:
         return self.enter_context(start_gateway(self._config, self._token))
 
     def start_server(self, spec: ServerConfig) -> Server:
+        """Starts a server without waiting: call its `wait_up` when all are started."""
         return self.enter_context(start_server(spec, self._config, self._model, self._token))
 
     def start_trainers(self, url: str) -> Trainers:
-        context = multiprocessing.get_context("spawn")
+        """Starts all trainer ranks with the gateway's address."""
         rendezvous = f"{HOST}:{free_port()}"
-        ranks = []
-        for rank in range(self._config.trainers):
-            pipe, child_end = context.Pipe()
-            place = RankPlace(rank, HOST, rendezvous)
-            arguments = (place, self._config, self._model, url, child_end)
-            process = context.Process(target=train, args=arguments, daemon=True)
-            process.start()
-            self.enter_context(_ending(process))
-            child_end.close()  # else the end of a process would not end its pipe
-            ranks.append((process, pipe))
-        return _TrainerProcesses(ranks, self._config.deadline)
+        places = [RankPlace(rank, HOST, rendezvous) for rank in range(self._config.trainers)]
+        ranks = [self.enter_context(_RankProcess.start(place, self._config, self._model, url)) for place in places]
+        return Trainers(ranks, self._config.deadline)
 
 
-@contextmanager
-def _ending(process: BaseProcess) -> Iterator[None]:
-    """Waits for the end of a process, and kills it when it does not come or after an error."""
-    try:
-        yield
-        process.join(30.0)
-    finally:
-        process.kill()
-        process.join()
+class _RankProcess:
+    """A rank as a process of this machine, with our end of its pipe."""
 
+    def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
+        self._rank, self._process, self._pipe = rank, process, pipe
 
-class _TrainerProcesses(Trainers):
-    """The trainer ranks as processes of this machine, each with our end of its pipe."""
-
-    def __init__(self, ranks: Sequence[tuple[BaseProcess, Connection]], seconds: float) -> None:
-        super().__init__(len(ranks), seconds)
-        self._processes = ranks
+    @classmethod
+    @contextmanager
+    def start(cls, place: RankPlace, config: DemoConfig, model: Path, url: str) -> Iterator[_RankProcess]:
+        """Starts it. On leaving its end is waited for, and it is killed when that does not come or after an error."""
+        context = multiprocessing.get_context("spawn")
+        pipe, child_end = context.Pipe()
+        process = context.Process(target=train, args=(place, config, model, url, child_end), daemon=True)
+        process.start()
+        child_end.close()  # else the end of a process would not end its pipe
+        try:
+            yield cls(place.rank, process, pipe)
+            process.join(30.0)
+        finally:
+            process.kill()
+            process.join()
 
     def send(self, message: object) -> None:
-        try:
-            self._processes[0][1].send(message)
-        except OSError:
-            self.receive()
+        self._pipe.send(message)
 
-    def _hear(self, rank: int, seconds: float) -> object:
-        process, pipe = self._processes[rank]
+    def hear(self, seconds: float) -> object:
         try:
-            message = pipe.recv() if pipe.poll(seconds) else None
+            message = self._pipe.recv() if self._pipe.poll(seconds) else None
         except (EOFError, OSError):
-            process.join(5.0)
-            raise EngineError(f"trainer rank {rank} ended without a word, with status {process.exitcode}") from None
+            self._process.join(5.0)
+            status = self._process.exitcode
+            raise EngineError(f"trainer rank {self._rank} ended without a word, with status {status}") from None
         if isinstance(message, Exception):
             raise message
         return message
 
 
 class RayMachines(Machines):
-    """Actors of a cluster: of the one at `config.ray`, or for "local" of one that ends with the demo."""
+    """Runs them as actors of a cluster: of the one at `config.ray`, or for "local" of one that ends with the demo."""
 
     def start_gateway(self) -> str:
         local = {"num_cpus": os.cpu_count(), "_node_ip_address": HOST, "include_dashboard": False}
@@ -153,7 +142,7 @@ class RayMachines(Machines):
         url = answered(actor.start.remote(launch), spec.name, self._config.deadline)
 
         def wait_up(seconds: float) -> None:
-            answered(actor.wait_up.remote(seconds), spec.name, seconds + 30.0)
+            answered(actor.wait_up.remote(seconds), spec.name, seconds + _ANSWER)
 
         return Server(spec, url, self._config.log(spec.name), wait_up)
 
@@ -161,7 +150,7 @@ class RayMachines(Machines):
         environment = {TOKEN_VARIABLE: ray_actor.worker_token(self._token), "OMP_NUM_THREADS": "1"}
         ranks = [self._spawn(RankActor, f"trainer-{rank}", environment) for rank in range(self._config.trainers)]
         begin(ranks, self._config.deadline, "weightcast.demo.trainer:train", self._config, self._model, url)
-        return _RayTrainers(ranks, self._config.deadline)
+        return Trainers([_RankActor(*entry) for entry in enumerate(ranks)], self._config.deadline)
 
     def _spawn(self, body: type, name: str, *arguments: object) -> Any:
         actor = spawn(body, f"{_NAME}-{name}", *arguments)
@@ -169,15 +158,14 @@ class RayMachines(Machines):
         return actor
 
 
-class _RayTrainers(Trainers):
-    """The trainer ranks as actors."""
+class _RankActor:
+    """A rank as an actor."""
 
-    def __init__(self, actors: list[Any], seconds: float) -> None:
-        super().__init__(len(actors), seconds)
-        self._actors = actors
+    def __init__(self, rank: int, actor: Any) -> None:
+        self._rank, self._actor = rank, actor
 
     def send(self, message: object) -> None:
-        answered(self._actors[0].tell.remote(message), "trainer rank 0", self._seconds)
+        answered(self._actor.tell.remote(message), f"trainer rank {self._rank}", _ANSWER)
 
-    def _hear(self, rank: int, seconds: float) -> object:
-        return heard(self._actors[rank].hear.remote(seconds), rank)
+    def hear(self, seconds: float) -> object:
+        return heard(self._actor.hear.remote(seconds), self._rank, seconds + _ANSWER)

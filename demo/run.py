@@ -13,7 +13,7 @@ from pathlib import Path
 from weightcast.cluster.processes import check_installed
 from weightcast.demo.colocated import describe_step
 from weightcast.demo.config import LOSS_LIMIT, DemoConfig, VersionOutcome
-from weightcast.demo.machines import LocalMachines, RayMachines, Trainers
+from weightcast.demo.machines import Machines, RayMachines, Trainers
 from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
 from weightcast.demo.processes import Server
@@ -48,7 +48,7 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     token = make_token()
     # Read by the trainer processes; never on a command line.
     os.environ |= {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
-    with _ending_on_sigterm(), (RayMachines if config.ray else LocalMachines)(config, model, token) as machines:
+    with _ending_on_sigterm(), (RayMachines if config.ray else Machines)(config, model, token) as machines:
         say("starting the gateway and " + ", ".join(f"{s.name} ({s})" for s in config.servers))
         url = machines.start_gateway()
         servers = [machines.start_server(spec) for spec in config.servers]
@@ -65,11 +65,7 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
     """Treats SIGTERM like Ctrl-C: what was started has to be ended, and a killed process could not do so."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGTERM, interrupt)
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

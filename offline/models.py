@@ -71,28 +71,28 @@ class Tensor:
     parts: int = 1 << 30
 
 
-def _attention(model: ModelShape) -> Iterator[Tensor]:
+def _attention(model: ModelShape, stem: str) -> Iterator[Tensor]:
     hidden, heads, size = model.hidden, model.heads, model.head_size
     if model.q_rank:
-        yield Tensor("q_a_proj", (model.q_rank, hidden))
-        yield Tensor("q_a_layernorm", (model.q_rank,))
-        yield Tensor("q_b_proj", (heads * (size + model.rope_size), model.q_rank), 0)
-        yield Tensor("kv_a_proj_with_mqa", (model.kv_rank + model.rope_size, hidden))
-        yield Tensor("kv_a_layernorm", (model.kv_rank,))
-        yield Tensor("kv_b_proj", (heads * size * 2, model.kv_rank), 0)
+        yield Tensor(f"{stem}.q_a_proj.weight", (model.q_rank, hidden))
+        yield Tensor(f"{stem}.q_a_layernorm.weight", (model.q_rank,))
+        yield Tensor(f"{stem}.q_b_proj.weight", (heads * (size + model.rope_size), model.q_rank), 0)
+        yield Tensor(f"{stem}.kv_a_proj_with_mqa.weight", (model.kv_rank + model.rope_size, hidden))
+        yield Tensor(f"{stem}.kv_a_layernorm.weight", (model.kv_rank,))
+        yield Tensor(f"{stem}.kv_b_proj.weight", (heads * size * 2, model.kv_rank), 0)
     else:
-        yield Tensor("q_proj", (heads * size, hidden), 0)
+        yield Tensor(f"{stem}.q_proj.weight", (heads * size, hidden), 0)
         for name in ("k_proj", "v_proj"):
-            yield Tensor(name, (model.kv_heads * size, hidden), 0, model.kv_heads)
+            yield Tensor(f"{stem}.{name}.weight", (model.kv_heads * size, hidden), 0, model.kv_heads)
         for name in ("q_norm", "k_norm"):
-            yield Tensor(name, (size,))
-    yield Tensor("o_proj", (hidden, heads * size), 1)
+            yield Tensor(f"{stem}.{name}.weight", (size,))
+    yield Tensor(f"{stem}.o_proj.weight", (hidden, heads * size), 1)
 
 
-def _mlp(hidden: int, inner: int) -> Iterator[Tensor]:
-    yield Tensor("gate_proj", (inner, hidden), 0)
-    yield Tensor("up_proj", (inner, hidden), 0)
-    yield Tensor("down_proj", (hidden, inner), 1)
+def _mlp(stem: str, hidden: int, inner: int) -> Iterator[Tensor]:
+    yield Tensor(f"{stem}.gate_proj.weight", (inner, hidden), 0)
+    yield Tensor(f"{stem}.up_proj.weight", (inner, hidden), 0)
+    yield Tensor(f"{stem}.down_proj.weight", (hidden, inner), 1)
 
 
 def dense_tensors(model: ModelShape, layers: range) -> Iterator[Tensor]:
@@ -101,25 +101,22 @@ def dense_tensors(model: ModelShape, layers: range) -> Iterator[Tensor]:
         yield Tensor("model.embed_tokens.weight", (model.vocabulary, model.hidden), 0)
     for layer in layers:
         stem = f"model.layers.{layer}"
-        entries = [(f"{stem}.self_attn", tensor) for tensor in _attention(model)]
+        yield from _attention(model, f"{stem}.self_attn")
         if layer < model.dense_layers:
-            entries += [(f"{stem}.mlp", tensor) for tensor in _mlp(model.hidden, model.dense_hidden)]
+            yield from _mlp(f"{stem}.mlp", model.hidden, model.dense_hidden)
         else:
-            entries.append((f"{stem}.mlp", Tensor("gate", (model.experts, model.hidden))))
+            yield Tensor(f"{stem}.mlp.gate.weight", (model.experts, model.hidden))
             if model.shared_experts:
-                shared_mlp = _mlp(model.hidden, model.expert_hidden * model.shared_experts)
-                entries += [(f"{stem}.mlp.shared_experts", tensor) for tensor in shared_mlp]
-        entries += [(stem, Tensor(name, (model.hidden,))) for name in ("input_layernorm", "post_attention_layernorm")]
-        for prefix, tensor in entries:
-            yield Tensor(f"{prefix}.{tensor.name}.weight", tensor.shape, tensor.cut, tensor.parts)
+                yield from _mlp(f"{stem}.mlp.shared_experts", model.hidden, model.expert_hidden * model.shared_experts)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield Tensor(f"{stem}.{name}.weight", (model.hidden,))
     if layers.stop == model.layers:
         yield Tensor("model.norm.weight", (model.hidden,))
         yield Tensor("lm_head.weight", (model.vocabulary, model.hidden), 0)
 
 
 def expert_tensors(model: ModelShape, layer: int, expert: int) -> Iterator[Tensor]:
-    for tensor in _mlp(model.hidden, model.expert_hidden):
-        yield Tensor(f"model.layers.{layer}.mlp.experts.{expert}.{tensor.name}.weight", tensor.shape)
+    yield from _mlp(f"model.layers.{layer}.mlp.experts.{expert}", model.hidden, model.expert_hidden)
 
 
 def _expert_tensors(model: ModelShape, layers: range, experts: range) -> Iterator[Tensor]:
