@@ -70,14 +70,13 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             members = _known(client, spec, seconds)
             engines = _start_engines(spec, token, operator_token, undo, say, seconds)
             urls = {instance.name: instance.url or _where(spec, instance, seconds) for instance in spec.instances}
-            records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
             if members is None:
+                records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
                 settings, world = spec.settings, spec.trainer.ranks
                 client.create_pair(spec.pair, world, records, settings, commit=spec.commit, topology=spec.topology)
                 undo.callback(_withdraw, spec, GatewayClient.delete_pair)
             else:
-                for instance in spec.instances:
-                    _let_in(client, spec, instance, urls[instance.name], members, engines, undo)
+                _let_in(client, spec, urls, members, engines, undo)
                 _let_go(client, spec, members, say)
         if kept_spec(spec.pair, seconds) is None:
             start_trainer(spec, token, undo, seconds)
@@ -170,21 +169,17 @@ def _where(spec: ClusterSpec, one: InstanceSpec, seconds: float) -> str:
 
 
 def _let_in(
-    client: GatewayClient,
-    spec: ClusterSpec,
-    one: InstanceSpec,
-    url: str,
-    known: set[str],
-    started: set[str],
-    undo: ExitStack,
+    client: GatewayClient, spec: ClusterSpec, urls: dict[str, str], known: set[str], started: set[str], undo: ExitStack
 ) -> None:
-    """Brings an instance of the file into the pair."""
-    if one.name not in known or one.name not in started:
-        client.join_instance(spec.pair, one.name, one.record(url))
-        if one.name not in known:
-            undo.callback(_withdraw, spec, GatewayClient.leave_instance, one.name)
-    else:  # an engine of that name has ended for good
-        moved(url, spec, one)
+    """Brings the instances of the file into the pair."""
+    for instance in spec.instances:
+        name, url = instance.name, urls[instance.name]
+        if name in known and name in started:  # an engine of that name has ended for good
+            moved(url, spec, instance)
+            continue
+        client.join_instance(spec.pair, name, instance.record(url))
+        if name not in known:
+            undo.callback(_withdraw, spec, GatewayClient.leave_instance, name)
 
 
 def _let_go(client: GatewayClient, spec: ClusterSpec, known: set[str], say: Say) -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -113,14 +113,14 @@ class _RankProcess:
         self._pipe.send(message)
 
     def hear(self, seconds: float) -> object:
-        try:
+        runs, message = self._process.is_alive(), None
+        with suppress(EOFError, OSError):
             message = self._pipe.recv() if self._pipe.poll(seconds) else None
-        except (EOFError, OSError):
-            self._process.join(5.0)
-            status = self._process.exitcode
-            raise EngineError(f"trainer rank {self._rank} ended without a word, with status {status}") from None
         if isinstance(message, Exception):
             raise message
+        if message is None and not runs:
+            status = self._process.exitcode
+            raise EngineError(f"trainer rank {self._rank} ended without a word, with status {status}")
         return message
 
 
@@ -148,9 +148,9 @@ class RayMachines(Machines):
 
     def start_trainers(self, url: str) -> Trainers:
         environment = {TOKEN_VARIABLE: ray_actor.worker_token(self._token), "OMP_NUM_THREADS": "1"}
-        ranks = [self._spawn(RankActor, f"trainer-{rank}", environment) for rank in range(self._config.trainers)]
-        begin(ranks, self._config.deadline, "weightcast.demo.trainer:train", self._config, self._model, url)
-        return Trainers([_RankActor(*entry) for entry in enumerate(ranks)], self._config.deadline)
+        actors = [self._spawn(RankActor, f"trainer-{rank}", environment) for rank in range(self._config.trainers)]
+        begin(actors, self._config.deadline, "weightcast.demo.trainer:train", self._config, self._model, url)
+        return Trainers([_RankActor(rank, actor) for rank, actor in enumerate(actors)], self._config.deadline)
 
     def _spawn(self, body: type, name: str, *arguments: object) -> Any:
         actor = spawn(body, f"{_NAME}-{name}", *arguments)

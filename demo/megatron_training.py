@@ -49,16 +49,16 @@ def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> No
         )
     if sizes.tie_word_embeddings or sizes.attention_bias:
         raise InputError("the demo's Megatron trainer builds Qwen3-MoE without tied embeddings and biases")
-    for name, count, parts in (
-        # Padding of a vocabulary counts in Megatron's loss, which then is not the reference's.
-        ("vocab_size", sizes.vocab_size, mesh.tp),
-        ("num_key_value_heads", sizes.num_key_value_heads, mesh.tp),
-        ("num_hidden_layers", sizes.num_hidden_layers, mesh.pp),
-        ("num_experts", sizes.num_experts, mesh.ep),
-        ("moe_intermediate_size", sizes.moe_intermediate_size, mesh.etp),
-    ):
-        if count % parts:
-            raise InputError(f"the model's {name} {count} cannot be split over {parts} ranks of {mesh}")
+    parts = {
+        "vocab_size": mesh.tp,  # padding counts in Megatron's loss, which then is not the reference's
+        "num_key_value_heads": mesh.tp,
+        "num_hidden_layers": mesh.pp,
+        "num_experts": mesh.ep,
+        "moe_intermediate_size": mesh.etp,
+    }
+    for name, ranks in parts.items():
+        if (count := getattr(sizes, name)) % ranks:
+            raise InputError(f"the model's {name} {count} cannot be split over {ranks} ranks of {mesh}")
 
 
 class MegatronTraining(Training):

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from weightcast.cluster.processes import check_installed
 from weightcast.demo.colocated import describe_step
 from weightcast.demo.config import LOSS_LIMIT, DemoConfig, VersionOutcome
@@ -152,23 +154,19 @@ def _compare(
     trainer_scores = trainers.receive()
     if not isinstance(trainer_scores, list):
         raise EngineError(f"trainer rank 0 sent {type(trainer_scores).__name__}, expected log-probabilities")
-    gaps = [
-        abs(a - b)
-        for server_row, trainer_row in zip(scores, trainer_scores, strict=True)
-        for a, b in zip(server_row, trainer_row, strict=True)
-    ]
     record = reference.result.get(server.spec.name, {})
+    sent_bytes, shared_bytes = reference.moved[server.spec.name]
     outcome = VersionOutcome(
         version=reference.version,
         instance=server.spec.name,
         prompts=len(PROMPTS),
         equal=sum(a == b for a, b in zip(tokens, reference.tokens, strict=True)),
         changed=0 if before is None else sum(a != b for a, b in zip(tokens, before, strict=True)),
-        logprob_gap=sum(gaps) / len(gaps),
+        logprob_gap=float(np.abs(np.subtract(scores, trainer_scores)).mean()),
         weight_version=weight_version,
         seconds=float(record.get("seconds", time.monotonic() - start)),
         verified=dict(record.get("verified") or {}),
-        sent=reference.moved[server.spec.name][0],
-        shared=reference.moved[server.spec.name][1],
+        sent=sent_bytes,
+        shared=shared_bytes,
     )
     return outcome, tokens

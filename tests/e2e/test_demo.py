@@ -13,7 +13,7 @@ import pytest
 
 from weightcast.cli import main
 from weightcast.demo.config import DemoConfig, MegatronConfig, VersionOutcome
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import EngineError, InputError
 
 
 def demo(*arguments: str, work: Path) -> subprocess.CompletedProcess[str]:
@@ -177,6 +177,18 @@ def test_expectations_that_are_not_the_trainers_are_a_fault() -> None:
         "version 1: the trainer's own loss is 1.250000, that of its gathered weights 1.260000"
     ]
     assert len(reference_faults(said(float("nan"), 1.26))) == 1
+
+
+def test_a_rank_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightcast.demo import machines
+
+    monkeypatch.setattr(machines, "train", print)  # it takes what a rank takes, and ends
+    with machines.Machines(DemoConfig(work=tmp_path, trainers=1), tmp_path, "token") as here:
+        ranks = here.start_trainers("http://127.0.0.1:1")
+        with pytest.raises(EngineError, match="trainer rank 0 ended without a word, with status 0"):
+            ranks.receive()
+        with pytest.raises(EngineError, match="trainer rank 0 ended without a word"):
+            ranks.send(None)
 
 
 def test_weights_go_to_a_file_and_come_back_to_every_view(tmp_path: Path) -> None:
