@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -175,14 +176,8 @@ def _verdict(s: Simulation, plan: TransferPlan, traffic: Traffic) -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Rows as lines with aligned columns, the first to the left, the others to the right; short rows end early."""
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
+    first, *others = (max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue=""))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows]
 
 
 def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked: bool) -> str:

@@ -99,14 +99,16 @@ class _Rank:
         torch.manual_seed(0)
         self.rank, self.config = place.rank, config
         self.reference = ReferenceModel(folder)
-        self._training = _training(place.rank, config, folder, self.reference)
+        self._training: Training
+        if config.megatron is not None:
+            self._training = MegatronTraining(config.megatron, self.reference)
+        else:
+            self._training = FsdpTraining(place.rank, config.trainers, folder)
         vocabulary = int(self.reference.model.config.vocab_size)
         self.prompts = prompt_ids(folder, vocabulary)
         self._batches = [torch.tensor(rows) for rows in text_batches(folder, vocabulary)]
         self._optimizer_file = config.work / f"optimizer-{place.rank}.pt"
-        self._weights: StoredWeights | None = None
-        if config.share == "staged":
-            self._weights = StoredWeights(self._training.source, config.work / f"weights-{place.rank}.pt")
+        self._weights = StoredWeights(self._training.source, config.work / f"weights-{place.rank}.pt")
         self._result, self._loss, self._trainer_loss = UpdateResult(0, {}), 0.0, 0.0
         self.worker = TrainerWorker(
             url,
@@ -122,8 +124,7 @@ class _Rank:
 
     def train(self, version: int) -> None:
         """Brings back what was offloaded, and trains a version."""
-        if self._weights is not None:
-            self._weights.resume()
+        self._weights.resume()
         self._training.load_optimizer(self._optimizer_file)
         self._loss = self._training.optimize(self._batches[(version - 1) % PARTS], self.config.steps)
 
@@ -142,10 +143,9 @@ class _Rank:
 
     def offload(self) -> None:
         """Looks, then offloads the weights. Weights that engines read in place stay: their memory is shared."""
-        if self._weights is not None:
-            self._weights.resume()  # where this step is made again
+        self._weights.resume()  # where this step is made again
         self.look()
-        if self._weights is not None:
+        if self.config.share == "staged":
             self._weights.offload()
 
     def report(self, version: int, steps: list[StepReport]) -> Reference | None:
@@ -153,29 +153,22 @@ class _Rank:
         names = [server.name for server in self.config.servers]
         transfers = [self._result.transfers.get(name) for name in names]
         rows = [(0, 0) if entry is None else (entry.bytes_sent, entry.bytes_shared) for entry in transfers]
-        counts = torch.tensor([*rows, (self._weights.away_bytes if self._weights else 0, 0)])
+        counts = torch.tensor([*rows, (self._weights.away_bytes, 0)])
         dist.all_reduce(counts)
         if self.rank:
             return None
         *moved, (away_bytes, _) = counts.tolist()
         return Reference(
-            version,
-            self._loss,
-            self._trainer_loss,
-            self.reference.loss(self._batches[0]),
-            self.reference.generate(self.prompts, self.config.new_tokens),
-            self._result.instances,
-            {name: (sent, shared) for name, (sent, shared) in zip(names, moved, strict=True)},
-            steps,
-            away_bytes,
+            version=version,
+            loss=self._loss,
+            trainer_loss=self._trainer_loss,
+            reference_loss=self.reference.loss(self._batches[0]),
+            tokens=self.reference.generate(self.prompts, self.config.new_tokens),
+            result=self._result.instances,
+            moved={name: (sent, shared) for name, (sent, shared) in zip(names, moved, strict=True)},
+            steps=steps,
+            away=away_bytes,
         )
-
-
-def _training(rank: int, config: DemoConfig, folder: Path, reference: ReferenceModel) -> Training:
-    """The trainer that the config asks for, with the weights of the checkpoint in `folder`, as the reference has."""
-    if config.megatron is not None:
-        return MegatronTraining(config.megatron, reference)
-    return FsdpTraining(rank, config.trainers, folder)
 
 
 def _run(rank: _Rank, url: str, pipe: Connection) -> None:
