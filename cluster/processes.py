@@ -20,7 +20,7 @@ __all__ = ["check_installed", "end_process", "free_port", "running", "start_proc
 
 
 def check_installed(name: str, extra: str, module: str | None = None) -> None:
-    """Raises InputError where a module is missing that is installed by one of weightcast's extras, most by its name."""
+    """Raises InputError where a module is missing that one of weightcast's extras installs, by default of its name."""
     with suppress(ModuleNotFoundError):  # of the package that it is in
         if importlib.util.find_spec(module or extra) is not None:
             return

@@ -95,7 +95,7 @@ def end_actor(actor: Any) -> None:
 
 
 def import_function(name: str, what: str = "") -> Any:
-    """Imports `module:name`. Raises InputError where that fails, which begins with `what` the name is of."""
+    """Imports `module:name`. Raises InputError where that fails, with `what` before the name."""
     module, _, attribute = name.partition(":")
     try:
         return getattr(import_module(module), attribute)
