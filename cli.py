@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 from weightcast import __version__
 from weightcast.commands import cluster, demo, gateway, inspect, load, plan, status
@@ -16,18 +15,9 @@ from weightcast.transfer.errors import WeightcastError
 
 __all__ = ["main"]
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-COMMANDS: tuple[Callable[[Commands], None], ...] = (
-    demo.add,
-    gateway.add,
-    plan.add,
-    inspect.add,
-    load.add,
-    cluster.add,
-    status.add,
-)
-"""Functions that add each command's parser. Its default `run` takes the arguments and gives the exit status."""
+COMMANDS = (demo, gateway, plan, inspect, load, cluster, status)
+"""Modules whose `add` adds the parser of a command. Its default `run` takes the arguments. It returns the exit status
+where that may be another than 0."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,18 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="weightcast", description="Weight sync that can prove it wrote every slot.")
     parser.add_argument("--version", action="version", version=f"weightcast {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
+    for module in COMMANDS:
+        module.add(commands)
     arguments = parser.parse_args(argv)
     try:
-        status: int = arguments.run(arguments)
+        status: int | None = arguments.run(arguments)
     except WeightcastError as error:
         print(f"weightcast {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_status
     except KeyboardInterrupt:
         print(f"weightcast {arguments.command}: interrupted", file=sys.stderr)
         return 130
-    return status
+    return status or 0
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.cluster.placement_group import give_back
+from weightcast.cluster.processes import check_installed
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
-from weightcast.cluster.trainer_ranks import kept_spec, start_trainer
+from weightcast.cluster.trainer_ranks import give_back, kept_spec, start_trainer
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import NAMESPACE, find_actor
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
@@ -30,12 +30,16 @@ _PLACED = 10.0
 
 
 @contextmanager
-def on_ray(address: str) -> Iterator[None]:
-    """A context in which Ray is connected to the cluster at an address. Raises ControlError if there is none."""
+def on_ray(address: str, **settings: Any) -> Iterator[None]:
+    """A context in which Ray is connected to the cluster at an address. Raises ControlError if there is none.
+
+    "local" begins a cluster of its own, with Ray's `settings`.
+    """
+    check_installed("Ray", "ray")
     import ray
 
     try:
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ControlError(f"no Ray cluster at {address!r}: {' '.join(str(error).split())[:300]}") from None
     try:
@@ -65,15 +69,14 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             members = _known(client, spec, seconds)
             engines = _start_engines(spec, token, operator_token, undo, say, seconds)
             urls = {instance.name: instance.url or _where(spec, instance, seconds) for instance in spec.instances}
-            records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
             if members is None:
+                records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
                 settings, topology = asdict(spec.settings), spec.topology.document if spec.topology else None
                 world, commit = spec.trainer.ranks, spec.commit
                 client.create_pair(spec.pair, world, records, settings, commit=commit, topology=topology)
-                undo.callback(_forget, spec)
+                undo.callback(_withdraw, spec, GatewayClient.delete_pair)
             else:
-                for instance in spec.instances:
-                    _let_in(client, spec, instance, urls[instance.name], members, engines, undo)
+                _let_in(client, spec, urls, members, engines, undo)
                 _let_go(client, spec, members, say)
         if kept_spec(spec.pair, seconds) is None:
             start_trainer(spec, token, undo, seconds)
@@ -166,21 +169,17 @@ def _where(spec: ClusterSpec, one: InstanceSpec, seconds: float) -> str:
 
 
 def _let_in(
-    client: GatewayClient,
-    spec: ClusterSpec,
-    one: InstanceSpec,
-    url: str,
-    known: set[str],
-    started: set[str],
-    undo: ExitStack,
+    client: GatewayClient, spec: ClusterSpec, urls: dict[str, str], known: set[str], started: set[str], undo: ExitStack
 ) -> None:
-    """Brings an instance of the file into the pair."""
-    if one.name not in known or one.name not in started:
-        client.join_instance(spec.pair, one.name, one.record(url))
-        if one.name not in known:
-            undo.callback(_leave, spec, one.name)
-    else:  # an engine of that name has ended for good
-        moved(url, spec, one)
+    """Brings the instances of the file into the pair."""
+    for instance in spec.instances:
+        name, url = instance.name, urls[instance.name]
+        if name in known and name in started:  # an engine of that name has ended for good
+            moved(url, spec, instance)
+            continue
+        client.join_instance(spec.pair, name, instance.record(url))
+        if name not in known:
+            undo.callback(_withdraw, spec, GatewayClient.leave_instance, name)
 
 
 def _let_go(client: GatewayClient, spec: ClusterSpec, known: set[str], say: Say) -> None:
@@ -218,7 +217,7 @@ def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = No
 def down(spec: ClusterSpec, say: Say) -> None:
     """Stops what `up` started for a pair, and nothing else; the gateway, too, once it has no pair left."""
     if spec.gateway.url is not None or find_actor(spec.gateway.name) is not None:
-        _forget(spec)
+        _withdraw(spec, GatewayClient.delete_pair)
     for name in _actors(spec.pair):
         stop_actor(name)
         say(f"{name} is stopped")
@@ -233,14 +232,10 @@ def down(spec: ClusterSpec, say: Say) -> None:
             say(f"gateway ray://{spec.gateway.name} is stopped")
 
 
-def _forget(spec: ClusterSpec) -> None:
+def _withdraw(spec: ClusterSpec, call: Callable[..., object], *arguments: str) -> None:
+    """Makes a call of the gateway's client about the pair, as far as there is such a gateway and pair."""
     with suppress(WeightcastError), GatewayClient(spec.gateway_url) as client:
-        client.delete_pair(spec.pair)
-
-
-def _leave(spec: ClusterSpec, instance: str) -> None:
-    with suppress(WeightcastError), GatewayClient(spec.gateway_url) as client:
-        client.leave_instance(spec.pair, instance)
+        call(client, spec.pair, *arguments)
 
 
 def _actors(pair: str) -> list[str]:

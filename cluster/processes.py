@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import socket
@@ -13,15 +14,23 @@ from pathlib import Path
 
 import httpx
 
-from weightcast.transfer.errors import EngineError
+from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["end_process", "free_port", "running", "start_process", "tail", "wait_up"]
+__all__ = ["check_installed", "end_process", "free_port", "running", "start_process", "tail", "wait_up"]
 
 
-def free_port() -> int:
-    """A TCP port on the loopback address that is free now."""
+def check_installed(name: str, extra: str, module: str | None = None) -> None:
+    """Raises InputError where a module is missing that one of weightcast's extras installs, by default of its name."""
+    with suppress(ModuleNotFoundError):  # of the package that it is in
+        if importlib.util.find_spec(module or extra) is not None:
+            return
+    raise InputError(f"{name} is not installed: pip install 'weightcast[{extra}]'")
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that is free now on an address of this host; on all of them for ""."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
@@ -70,7 +79,9 @@ def tail(log: Path, lines: int = 5) -> str:
     return " | ".join(log.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
-def wait_up(process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, headers: dict[str, str]) -> None:
+def wait_up(
+    process: subprocess.Popen[bytes], url: str, log: Path, seconds: float, headers: dict[str, str] | None = None
+) -> None:
     """Waits until `url` answers. Raises EngineError with the end of the log when the process ends or time is over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -6,29 +6,40 @@ They are plain classes: `spawn` makes actors of them. Ray is imported when it is
 from __future__ import annotations
 
 import os
-import queue
-import socket
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from weightcast.adapters.sglang.plugin import ADDRESS_VARIABLE
 from weightcast.cluster.die_with_parent import tethered
-from weightcast.cluster.processes import end_process, start_process, wait_up
+from weightcast.cluster.processes import end_process, free_port, start_process, wait_up
 from weightcast.gateway.ranks.host import HOST_VARIABLE, host_name
 from weightcast.gateway.ray_address import NAMESPACE, find_actor, http_address
 from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
-__all__ = ["CONNECTED", "EngineActor", "Launch", "RankActor", "answered", "spawn", "stop_actor"]
+__all__ = [
+    "CONNECTED",
+    "EngineActor",
+    "Launch",
+    "RankActor",
+    "RankPlace",
+    "answered",
+    "end_actor",
+    "import_function",
+    "spawn",
+    "stop_actor",
+]
 
 CONNECTED = "connected"
 """The subject of a trainer rank's first message."""
+
 _DRAIN = 60.0
 _RESTART = 1800.0
 """Seconds for an engine that is started again."""
@@ -69,22 +80,27 @@ def answered(what: Any, who: str, seconds: float) -> Any:
 
 
 def stop_actor(name: str) -> None:
-    """Ends an actor for good, if there is one, after the process that it holds."""
+    """Ends the actor of this name for good, if there is one, after the process that it holds."""
+    if (actor := find_actor(name)) is not None:
+        end_actor(actor)
+
+
+def end_actor(actor: Any) -> None:
+    """Ends an actor for good, after the process that it holds."""
     import ray
 
-    actor = find_actor(name)
-    if actor is None:
-        return
     with suppress(ray.exceptions.RayError, AttributeError):
         ray.get(actor.stop.remote(), timeout=_DRAIN)
     ray.kill(actor, no_restart=True)
 
 
-def gcs_address() -> str:
-    """The address of this process's Ray cluster, for RAY_ADDRESS."""
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
+def import_function(name: str, what: str = "") -> Any:
+    """Imports `module:name`. Raises InputError where that fails, with `what` before the name."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"{what}{name!r} cannot be imported as module:function: {error}") from None
 
 
 class _OnNode:
@@ -98,9 +114,7 @@ class _OnNode:
 
     def free_port(self) -> int:
         """A TCP port that is free on its node now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
+        return free_port("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +158,7 @@ class EngineActor(_OnNode):
     def __init__(self, again: tuple[Launch, str, tuple[object, ...]] | None = None) -> None:
         import ray
 
-        self._process: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._log = Path()
         self._url = self._health = ""
         self._stopped = threading.Event()
@@ -152,19 +166,19 @@ class EngineActor(_OnNode):
         if again is not None and ray.get_runtime_context().was_current_actor_reconstructed:
             launch, function, arguments = again
             self.start(launch)
-            self.wait_up(_RESTART)
-            _function(function)(self._url, *arguments)
+            import_function(function)(self.wait_up(_RESTART), *arguments)
 
     def start(self, launch: Launch) -> str:
         """Starts the process without waiting; returns its URL."""
+        import ray
+
         host, port = self.address(), self.free_port()
         self._url, self._health = f"http://{host}:{port}", launch.health
         self._log = Path(launch.log or tempfile.mkstemp(prefix="weightcast-engine-", suffix=".log")[1])
         # Its ranks are no actors, so they have to be told where they are.
-        variables = {ADDRESS_VARIABLE: host, HOST_VARIABLE: host_name(), "RAY_ADDRESS": gcs_address()}
-        self._process = start_process(
-            tethered(launch.filled(host, port)), self._log, {**variables, **launch.environment}
-        )
+        cluster = str(ray.get_runtime_context().gcs_address)
+        environment = {ADDRESS_VARIABLE: host, HOST_VARIABLE: host_name(), "RAY_ADDRESS": cluster, **launch.environment}
+        self._process = start_process(tethered(launch.filled(host, port)), self._log, environment)
         return self._url
 
     def where(self) -> str:
@@ -176,13 +190,14 @@ class EngineActor(_OnNode):
 
         Raises EngineError with the end of its log when it does not come up.
         """
+        assert self._process is not None
         if self._health:
-            wait_up(self._process, self._url + self._health, self._log, seconds, {})
+            wait_up(self._process, self._url + self._health, self._log, seconds)
         if self._again is not None:
             threading.Thread(target=self._end_with, args=(self._process,), daemon=True).start()
         return self._url
 
-    def _end_with(self, process: Any) -> None:
+    def _end_with(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
         if not self._stopped.is_set():
             os._exit(1)
@@ -194,18 +209,13 @@ class EngineActor(_OnNode):
             end_process(self._process)
 
 
-class _Mailbox:
-    """One end of a conversation between the body of a rank and whoever asks its actor; like a Connection."""
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """The place of a trainer rank: its number, its address, and HOST:PORT where rank 0 brings all together."""
 
-    def __init__(self) -> None:
-        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self.told: queue.SimpleQueue[object] = queue.SimpleQueue()
-
-    def send(self, what: object) -> None:
-        self.said.put(what)
-
-    def recv(self) -> object:
-        return self.told.get()
+    rank: int
+    address: str
+    rendezvous: str
 
 
 class RankActor(_OnNode):
@@ -217,22 +227,23 @@ class RankActor(_OnNode):
     def __init__(self, environment: dict[str, str], kept: object = None) -> None:
         os.environ.update(environment)
         self._kept = kept
-        self._mail = _Mailbox()
+        self._pipe, self._body_pipe = Pipe()  # both ends stay open, whether a body runs or not
         self._thread: threading.Thread | None = None
 
     def begin(self, function: str, *arguments: object) -> None:
-        """Runs `module:name` with the arguments and a mailbox that has `send` and `recv`, and returns at once."""
-        body = _function(function)
-        mail = self._mail = _Mailbox()
+        """Runs `module:name` with the arguments and a Connection, and returns at once."""
+        body = import_function(function)
+        self._pipe, self._body_pipe = Pipe()
+        pipe = self._body_pipe
 
         def run() -> None:
             try:
-                body(*arguments, mail)
+                body(*arguments, pipe)
             except BaseException as error:
                 if isinstance(error, WeightcastError):
-                    mail.send(error)
+                    pipe.send(error)
                 elif not isinstance(error, SystemExit):  # who leaves so has said why
-                    mail.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
+                    pipe.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
 
         self._thread = threading.Thread(target=run, name=function, daemon=True)
         self._thread.start()
@@ -247,26 +258,14 @@ class RankActor(_OnNode):
 
     def tell(self, what: object) -> None:
         """Gives the body something to receive."""
-        self._mail.told.put(what)
+        self._pipe.send(what)
 
     def hear(self, seconds: float) -> tuple[bool, object]:
         """The next message of the body, as (True, message); (False, None) if there was none within the time."""
-        with suppress(queue.Empty):
-            return True, self._mail.said.get(timeout=seconds)
-        return False, None
+        return (True, self._pipe.recv()) if self._pipe.poll(seconds) else (False, None)
 
     def finish(self, seconds: float) -> bool:
         """True if the body came to its end within the time."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is None or not self._thread.is_alive()
-
-
-def _function(name: str) -> Callable[..., object]:
-    """Imports `module:name`. Raises InputError where that fails."""
-    module, _, attribute = name.partition(":")
-    try:
-        function: Callable[..., object] = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"{name!r} cannot be imported as module:function: {error}") from None
-    return function

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from typing import Any, Protocol
+from multiprocessing.connection import Connection
 
 from weightcast.adapters.unsharded import CheckpointSource
-from weightcast.cluster.ray_actors import CONNECTED
+from weightcast.cluster.ray_actors import CONNECTED, RankPlace, import_function
 from weightcast.cluster.spec import ClusterSpec, TrainerSpec
 from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.transfer.errors import InputError, WeightcastError
+from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.protocols import Source
 
 __all__ = ["serve"]
 
 
-class Mailbox(Protocol):
-    """One end of a conversation."""
-
-    def send(self, what: object, /) -> None:
-        """Sends a message to the other end."""
-
-    def recv(self) -> Any:
-        """Waits for a message of the other end."""
-
-
-def serve(spec: ClusterSpec, rank: int, address: str, rendezvous: str, mail: Mailbox) -> None:
+def serve(place: RankPlace, spec: ClusterSpec, pipe: Connection) -> None:
     """Connects a rank, and updates at each version that it is told. None ends it.
 
     Sends (CONNECTED, None) first, and then for each version (version, records of its update by instance), or
@@ -34,23 +23,24 @@ def serve(spec: ClusterSpec, rank: int, address: str, rendezvous: str, mail: Mai
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment when the entry is called, as torchrun has them.
     """
-    host, _, port = rendezvous.rpartition(":")
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(spec.trainer.ranks), "MASTER_ADDR": host, "MASTER_PORT": port}
+    rank, world = place.rank, spec.trainer.ranks
+    host, _, port = place.rendezvous.rpartition(":")
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": port}
     source = _source(spec.trainer, rank)
     worker = TrainerWorker(
         spec.gateway_url,
         spec.pair,
         source,
         rank=rank,
-        world_size=spec.trainer.ranks,
+        world_size=world,
         backend=spec.trainer.backend,
-        address=address,
+        address=place.address,
     )
     try:
         worker.connect()
-        mail.send((CONNECTED, None))
-        while (version := mail.recv()) is not None:
-            mail.send((version, _update(worker, source, version)))
+        pipe.send((CONNECTED, None))
+        while (version := pipe.recv()) is not None:
+            pipe.send((version, _update(worker, source, version)))
     finally:
         worker.close()
 
@@ -68,10 +58,5 @@ def _update(worker: TrainerWorker, source: Source, version: int) -> object:
 def _source(trainer: TrainerSpec, rank: int) -> Source:
     if trainer.checkpoint is not None:
         return CheckpointSource(trainer.checkpoint, rank=rank, world_size=trainer.ranks)
-    module, _, name = str(trainer.entry).partition(":")
-    try:
-        make = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"trainer entry {trainer.entry!r} cannot be imported as module:function: {error}") from None
-    source: Source = make(rank, trainer.ranks)
+    source: Source = import_function(str(trainer.entry), "trainer entry ")(rank, trainer.ranks)
     return source

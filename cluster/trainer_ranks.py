@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
-from weightcast.cluster.placement_group import give_back, reserve
-from weightcast.cluster.ray_actors import CONNECTED, RankActor, answered, spawn, stop_actor
+from weightcast.cluster.ray_actors import CONNECTED, RankActor, RankPlace, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.ray_address import find_actor
 from weightcast.transfer.errors import ControlError, EngineError
 
-__all__ = ["kept_spec", "start_trainer", "trainer_name", "update"]
+__all__ = ["begin", "give_back", "heard", "kept_spec", "start_trainer", "update"]
+
+_LEAST = 0.001
+"""CPUs of a bundle for ranks that ask for nothing: Ray has no empty ones."""
 
 
-def trainer_name(pair: str, rank: int) -> str:
-    """The name of a rank's actor."""
+def _name(pair: str, rank: int) -> str:
     return f"{pair}/trainer/{rank}"
 
 
 def kept_spec(pair: str, seconds: float) -> ClusterSpec | None:
     """The cluster file by which the trainer of a pair was started, None if there is no such trainer."""
-    first = find_actor(trainer_name(pair, 0))
+    first = find_actor(_name(pair, 0))
     if first is None:
         return None
     spec: ClusterSpec = _answer(first, "kept", seconds)
@@ -36,22 +38,66 @@ def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float
     options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
     undo.callback(give_back, spec.pair)
     actors = []
-    for rank, placement in enumerate(reserve(spec, seconds)):
-        name = trainer_name(spec.pair, rank)
+    for rank, placement in enumerate(_reserve(spec, seconds)):
+        name = _name(spec.pair, rank)
         actors.append(spawn(RankActor, name, environment, spec, detached=True, **{**options, **placement}))
         undo.callback(stop_actor, name)
     _begin(actors, spec, seconds)
 
 
+def _reserve(spec: ClusterSpec, seconds: float) -> list[dict[str, Any]]:
+    """Ray's options for each rank's place: none where the file names no strategy.
+
+    Raises EngineError where the cluster has no room for all within `seconds`.
+    """
+    strategy, ranks = spec.trainer.strategy, spec.trainer.ranks
+    if strategy is None:
+        return [{}] * ranks
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    bundle = _bundle(spec.trainer.options)
+    group = ray.util.placement_group([bundle] * ranks, strategy, _group_name(spec.pair), lifetime="detached")
+    if not group.wait(seconds):
+        ray.util.remove_placement_group(group)
+        raise EngineError(
+            f"pair {spec.pair}: no room for {ranks} trainer ranks of {bundle} each by {strategy} within {seconds:g} s"
+        )
+    return [{"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)} for rank in range(ranks)]
+
+
+def give_back(pair: str) -> None:
+    """Ends the reservation of a pair, if there is one."""
+    import ray
+
+    with suppress(ValueError):  # there is none
+        ray.util.remove_placement_group(ray.util.get_placement_group(_group_name(pair)))
+
+
+def _group_name(pair: str) -> str:
+    return f"{pair}/trainer"
+
+
+def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+    """The resources that an actor with these options takes, by name."""
+    counts = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    return {name: count for name, count in counts.items() if count} or {"CPU": _LEAST}
+
+
 def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:
     """Has every rank describe itself and connect."""
+    begin(actors, seconds, "weightcast.cluster.trainer_rank:serve", spec)
+    _hear_all(actors, CONNECTED, seconds)
+
+
+def begin(actors: list[Any], seconds: float, function: str, *arguments: object) -> None:
+    """Runs `module:name` on every rank, with its place, the arguments and a Connection, and returns at once."""
     futures = [actor.address.remote() for actor in actors]
     addresses = [answered(future, f"trainer rank {rank}", seconds) for rank, future in enumerate(futures)]
     rendezvous = f"{addresses[0]}:{answered(actors[0].free_port.remote(), 'trainer rank 0', seconds)}"
     for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
-        call = actor.begin.remote("weightcast.cluster.trainer_rank:serve", spec, rank, address, rendezvous)
+        call = actor.begin.remote(function, RankPlace(rank, address, rendezvous), *arguments)
         answered(call, f"trainer rank {rank}", seconds)
-    _hear_all(actors, CONNECTED, seconds)
 
 
 def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
@@ -65,7 +111,7 @@ def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
     spec = kept_spec(pair, seconds)
     if spec is None:
         raise ControlError(f"no trainer ranks of pair {pair!r} were started by 'weightcast up' in this cluster")
-    actors = [find_actor(trainer_name(pair, rank)) for rank in range(spec.trainer.ranks)]
+    actors = [find_actor(_name(pair, rank)) for rank in range(spec.trainer.ranks)]
     if None in actors:
         raise EngineError(f"pair {pair}: trainer rank {actors.index(None)} has ended for good; run down and up again")
     if not all([_answer(actor, "runs", seconds) for actor in actors]):
@@ -98,20 +144,13 @@ def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
 
     Raises the error that one of them sends, and EngineError for one that has ended or says nothing.
     """
-    import ray
-
     messages: dict[int, object] = {}
     deadline = time.monotonic() + seconds
     while len(messages) < len(actors) and time.monotonic() < deadline:
         futures = {rank: actor.hear.remote(1.0) for rank, actor in enumerate(actors) if rank not in messages}
         for rank, future in futures.items():
-            try:
-                is_message, message = ray.get(future)
-            except ray.exceptions.RayError as error:
-                raise EngineError(f"trainer rank {rank} ended: {' '.join(str(error).split())[:300]}") from None
-            if isinstance(message, Exception):
-                raise message
-            if is_message and isinstance(message, tuple) and message[0] == about:
+            message = heard(future, rank, seconds)
+            if isinstance(message, tuple) and message[0] == about:
                 messages[rank] = message[1]
     for message in messages.values():
         if isinstance(message, Exception):
@@ -120,3 +159,14 @@ def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
     if silent_ranks:
         raise EngineError(f"trainer ranks {', '.join(map(str, silent_ranks))} said nothing for {seconds:g} s")
     return [messages[rank] for rank in range(len(actors))]
+
+
+def heard(future: Any, rank: int, seconds: float) -> object:
+    """The message of a rank for which its actor was asked, None if it has sent none.
+
+    Raises the error that the rank has sent, and EngineError for one that has ended or whose actor does not answer.
+    """
+    _, message = answered(future, f"trainer rank {rank}", seconds)
+    if isinstance(message, Exception):
+        raise message
+    return message

@@ -5,7 +5,7 @@
 - `gateway`: `weightcast gateway`
 - `inspect`: `weightcast inspect`
 - `load`: `weightcast load`
-- `outcome`: output of an update, for the commands that make one
+- `options`: options and output that several commands share
 - `plan`: `weightcast plan`
-- `status`: `weightcast status`, and the option `--gateway` that others share
+- `status`: `weightcast status`
 """

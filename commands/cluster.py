@@ -6,11 +6,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TypeAlias
+
+from weightcast.commands.options import Commands, show_update
 
 __all__ = ["add"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
@@ -37,7 +36,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _up(arguments: argparse.Namespace) -> int:
+def _up(arguments: argparse.Namespace) -> None:
     from weightcast.cluster.launch import on_ray, up
     from weightcast.cluster.spec import read_spec
 
@@ -48,10 +47,9 @@ def _up(arguments: argparse.Namespace) -> int:
         print(json.dumps({"pair": spec.pair, "gateway": spec.gateway_url, "engines": engines}))
     else:
         print(f"pair {spec.pair} is up; next: weightcast update {spec.pair} --version 1")
-    return 0
 
 
-def _down(arguments: argparse.Namespace) -> int:
+def _down(arguments: argparse.Namespace) -> None:
     from weightcast.cluster.launch import down, on_ray
     from weightcast.cluster.spec import read_spec
 
@@ -60,15 +58,12 @@ def _down(arguments: argparse.Namespace) -> int:
         down(spec, _say)
     if arguments.json:
         print(json.dumps({"pair": spec.pair}))
-    return 0
 
 
-def _update(arguments: argparse.Namespace) -> int:
+def _update(arguments: argparse.Namespace) -> None:
     from weightcast.cluster.launch import on_ray
     from weightcast.cluster.trainer_ranks import update
-    from weightcast.commands.outcome import show_update
 
     with on_ray(arguments.ray):
         records = update(arguments.pair, arguments.version, arguments.deadline)
     show_update(arguments.version, records, arguments.json)
-    return 0

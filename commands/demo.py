@@ -12,16 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
+
+from weightcast.commands.options import Commands
+from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, MegatronConfig, ServerConfig, VersionOutcome
+from weightcast.transfer.errors import InputError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from weightcast.demo.config import DemoConfig, VersionOutcome
-
 __all__ = ["add"]
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "share")
+"""Options that the settings of the demo have by the same names."""
 
 
 def add(commands: Commands) -> None:
@@ -40,6 +43,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--trainer-prelude",
+        dest="prelude",
         type=Path,
         metavar="FILE",
         help="Python file that each trainer process runs first; Megatron needs one to run on the CPU",
@@ -62,6 +66,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument(
         "--colocated",
+        dest="share",
         nargs="?",
         const="in_place",
         choices=("in_place", "staged"),
@@ -74,9 +79,6 @@ def add(commands: Commands) -> None:
 
 
 def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
-    from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, MegatronConfig, ServerConfig
-    from weightcast.transfer.errors import InputError
-
     servers = tuple(ServerConfig.parse(text) for text in arguments.instance or ()) or DEFAULT_SERVERS
     layout, megatron = arguments.trainer_layout, None
     if arguments.trainer == "megatron":
@@ -84,20 +86,8 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
     elif layout is not None:
         raise InputError("--trainer-layout is for --trainer megatron; FSDP2 shards over all trainer processes")
     trainers = arguments.trainers if arguments.trainers is not None else megatron.ranks if megatron else 2
-    return DemoConfig(
-        work=work,
-        model=arguments.model,
-        trainers=trainers,
-        megatron=megatron,
-        prelude=arguments.trainer_prelude,
-        versions=arguments.versions,
-        steps=arguments.steps,
-        dtype=arguments.dtype,
-        servers=servers,
-        deadline=arguments.deadline,
-        ray=arguments.ray,
-        share=arguments.colocated,
-    )
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
+    return DemoConfig(work=work, trainers=trainers, megatron=megatron, servers=servers, **options)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -139,34 +129,32 @@ def _print(config: DemoConfig, outcomes: list[VersionOutcome]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from weightcast.demo.run import describe_server
-
-    columns = ["served as", "digests equal", "of slots", "replicas", "tokens equal", "changed", "|Δ logprob|", "update"]
-    if config.share is not None:
-        columns += ["sockets", "memory"]
     console = Console(width=None if sys.stdout.isatty() else 130, highlight=False)
     trainer = f"Megatron-Core trainer ranks, {config.megatron}" if config.megatron else "FSDP2 trainer ranks"
     console.print(f"{config.trainers} {trainer}; engines in {config.dtype}", markup=False)
     for server in config.servers:
-        console.print(f"  {server.name}: SGLang, {describe_server(server)}", markup=False)
+        console.print(f"  {server.name}: SGLang, {server}", markup=False)
+    rows = [_row(outcome, with_bytes=config.share is not None) for outcome in outcomes]
     table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("version", justify="right")
-    table.add_column("instance")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for o in outcomes:
-        v = o.verified
-        table.add_row(
-            str(o.version),
-            o.instance,
-            o.weight_version,
-            str(v.get("regions", "-")),
-            str(v.get("slot_regions", "-")),
-            str(v.get("replicas", "-")),
-            f"{o.equal}/{o.prompts}",
-            f"{o.changed}/{o.prompts}",
-            f"{o.logprob_gap:.1e}",
-            f"{o.seconds:.2f} s",
-            *([f"{o.sent} B", f"{o.shared} B"] if config.share is not None else []),
-        )
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "instance" else "right")
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
+
+
+def _row(o: VersionOutcome, *, with_bytes: bool) -> dict[str, str]:
+    """The cells of an outcome by column."""
+    row = {
+        "version": str(o.version),
+        "instance": o.instance,
+        "served as": o.weight_version,
+        "digests equal": str(o.verified.get("regions", "-")),
+        "of slots": str(o.verified.get("slot_regions", "-")),
+        "replicas": str(o.verified.get("replicas", "-")),
+        "tokens equal": f"{o.equal}/{o.prompts}",
+        "changed": f"{o.changed}/{o.prompts}",
+        "|Δ logprob|": f"{o.logprob_gap:.1e}",
+        "update": f"{o.seconds:.2f} s",
+    }
+    return row | {"sockets": f"{o.sent} B", "memory": f"{o.shared} B"} if with_bytes else row

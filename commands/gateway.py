@@ -12,16 +12,15 @@ import ssl
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
+from weightcast.commands.options import Commands
 from weightcast.transfer.errors import ControlError, InputError
 
 if TYPE_CHECKING:
     from weightcast.gateway.server.tokens import Tokens
 
 __all__ = ["add"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 SCOPES = {"operator": "WEIGHTCAST_TOKEN", "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
 """The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
@@ -45,7 +44,7 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.control.gateway import Gateway
     from weightcast.gateway.control.store import Store
     from weightcast.gateway.server.app import make_app
@@ -77,7 +76,6 @@ def _run(arguments: argparse.Namespace) -> int:
         server.run(sockets=[listener])
     if not server.started:
         raise ControlError("the gateway did not start; its log says why")
-    return 0
 
 
 def _tokens() -> tuple[Tokens, dict[str, str]]:

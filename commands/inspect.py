@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TypeAlias
 
-from weightcast.commands.status import add_gateway_option
+from weightcast.commands.options import Commands, add_gateway_option
 
 __all__ = ["add"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
@@ -22,7 +19,7 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.client import GatewayClient
 
     with GatewayClient(arguments.gateway) as client:
@@ -30,4 +27,3 @@ def _run(arguments: argparse.Namespace) -> int:
             print(json.dumps(client.inspect(arguments.pair, arguments.instance)))
         else:
             print(client.inspect_text(arguments.pair, arguments.instance))
-    return 0

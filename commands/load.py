@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
+
+from weightcast.commands.options import Commands, add_gateway_option, read_file, show_update
+from weightcast.transfer.errors import InputError
+from weightcast.transfer.planner.topology import read_topology
 
 __all__ = ["add"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add(commands: Commands) -> None:
     """Adds the parser of `weightcast load`."""
-    from weightcast.commands.status import add_gateway_option
-
     parser = commands.add_parser("load", help="load a safetensors checkpoint into engines, without a trainer")
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="folder of safetensors files")
     parser.add_argument(
@@ -40,14 +40,10 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     from weightcast.adapters.unsharded import CheckpointSource
-    from weightcast.commands.outcome import show_update
-    from weightcast.commands.plan import read_file
     from weightcast.gateway.client import GatewayClient
     from weightcast.gateway.ranks.trainer import TrainerWorker
-    from weightcast.transfer.errors import InputError
-    from weightcast.transfer.planner.topology import read_topology
 
     instances = dict(_instance(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
@@ -67,13 +63,10 @@ def _run(arguments: argparse.Namespace) -> int:
             worker.close()
             client.delete_pair(arguments.pair)
     show_update(arguments.version, records, arguments.json)
-    return 0
 
 
 def _instance(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the engine record of an `--instance`. Raises InputError."""
-    from weightcast.transfer.errors import InputError
-
     try:
         record = json.loads(text)
         name = record.pop("name")

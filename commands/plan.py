@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from weightcast.commands.options import Commands, read_file
 from weightcast.offline.bundle import Bundle, plan_document, read_bundle
 from weightcast.offline.chart import draw
 from weightcast.offline.models import (
@@ -28,9 +30,7 @@ from weightcast.transfer.plan.traffic import Traffic, traffic_of
 from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, read_topology
 
-__all__ = ["add", "read_file"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+__all__ = ["add"]
 
 _MOST_REDUNDANT = 1 << 14
 """Slots beyond the experts of a layer: far more than an instance has, and few enough to make layouts of."""
@@ -64,7 +64,7 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_plan)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
+def _plan(arguments: argparse.Namespace) -> None:
     if arguments.picture and not arguments.simulate:
         raise InputError("--picture draws a simulation: give --simulate TOPOLOGY too")
     bundle = _of_shape(arguments) if arguments.shape else read_bundle(read_file(arguments.layouts))
@@ -96,15 +96,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(_verdict(simulation, plan, traffic))
     else:
         print(_plan_table(plan, traffic, seconds, checked=arguments.check))
-    return 0
-
-
-def read_file(path: Path) -> bytes:
-    """Reads a file. Raises InputError that says why it cannot be read."""
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _write(path: Path, text: str) -> None:
@@ -185,14 +176,8 @@ def _verdict(s: Simulation, plan: TransferPlan, traffic: Traffic) -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Rows as lines with aligned columns, the first to the left, the others to the right; short rows end early."""
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in rows
-    ]
+    first, *others = (max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue=""))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows]
 
 
 def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked: bool) -> str:

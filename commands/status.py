@@ -6,8 +6,9 @@ import argparse
 import json
 import time
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
+from weightcast.commands.options import Commands, add_gateway_option
 from weightcast.transfer.errors import TransferError
 
 if TYPE_CHECKING:
@@ -15,9 +16,7 @@ if TYPE_CHECKING:
 
     from weightcast.gateway.client import GatewayClient
 
-__all__ = ["add", "add_gateway_option"]
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+__all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
@@ -42,32 +41,23 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def add_gateway_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every command that asks a gateway."""
-    parser.add_argument(
-        "--gateway", default="http://127.0.0.1:8900", metavar="URL", help="the token is WEIGHTCAST_TOKEN"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.client import GatewayClient
 
     with GatewayClient(arguments.gateway) as client:
         if arguments.watch is not None:
             _watch(client, arguments.watch, as_json=arguments.json)
-            return 0
+            return
         pairs = client.status()
     if arguments.json:
         print(json.dumps({"pairs": pairs}))
-        return 0
+        return
     from rich.console import Console
     from rich.text import Text
 
     console = Console()
     for part in _shown(pairs).renderables:
         console.print(part, soft_wrap=isinstance(part, Text))
-    return 0
 
 
 def _watch(client: GatewayClient, seconds: float, as_json: bool) -> None:

@@ -2,8 +2,7 @@
 
 - `config`: settings of the demo, and its outcome for each version
 - `run`: course of the demo: processes started, versions followed, answers compared
-- `machines`: where the demo's processes run: on this machine, or on Ray
-- `ray_machines`: processes of the demo as actors of a Ray cluster
+- `machines`: where the demo's processes run: on this machine, or as actors of a Ray cluster
 - `processes`: gateway and SGLang servers as processes with a log
 - `model`: the small model, its training text and its prompts
 - `trainer`: one trainer process: optimizer steps and an update for each version

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
-from weightcast.demo.training import FsdpTraining, Training
-from weightcast.gateway.colocated.cycle import ColocatedCycle, StepReport
+import torch
+import torch.distributed as dist
+
+from weightcast.gateway.colocated.cycle import ColocatedCycle, StepReport, TrainerHooks
 from weightcast.gateway.colocated.engine_memory import SGLangMemory
+from weightcast.transfer.protocols import Source
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from weightcast.transfer.protocols import Source
-
-__all__ = ["DemoHooks", "StoredWeights", "describe_step", "make_cycle"]
+__all__ = ["StoredWeights", "describe_step", "make_cycle"]
 
 
 class StoredWeights:
@@ -37,8 +33,6 @@ class StoredWeights:
 
     def offload(self) -> None:
         """Writes the weights to the file and frees their memory."""
-        import torch
-
         references = [base.untyped_storage() for base in self._source.describe().memory.bases]
         storages = list({storage._cdata: storage for storage in references}.values())
         torch.save([_flat(storage) for storage in storages], self._file)
@@ -48,8 +42,6 @@ class StoredWeights:
 
     def resume(self) -> None:
         """Takes memory for the weights and reads them back, if they are away."""
-        import torch
-
         if not self._away:
             return
         for storage, content in zip(self._away, torch.load(self._file, weights_only=True), strict=True):
@@ -61,61 +53,11 @@ class StoredWeights:
 
 def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
     """The bytes of a storage: (nbytes,) uint8, sharing its memory."""
-    import torch
-
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-class DemoHooks:
-    """One trainer rank's part. `loss` is that of the version trained last.
-
-    `look` is called at each version while the weights are here. `weights` are those that go away afterwards, until the
-    next version is trained; None where they stay.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        batch: Callable[[int], torch.Tensor],
-        steps: int,
-        update: Callable[[int], None],
-        look: Callable[[], None],
-        file: Path,
-        weights: StoredWeights | None = None,
-    ) -> None:
-        self._training, self._batch, self._steps = training, batch, steps
-        self._update, self._look, self._file, self._weights = update, look, file, weights
-        self.loss = 0.0
-
-    def train(self, version: int) -> None:
-        """Brings back what was offloaded, and trains a version."""
-        if self._weights is not None:
-            self._weights.resume()
-        if isinstance(self._training, FsdpTraining):
-            self._training.load_optimizer(self._file)
-        self.loss = self._training.optimize(self._batch(version), self._steps)
-
-    def free(self) -> None:
-        """Moves FSDP2's optimizer states to a file; Megatron's stay."""
-        if isinstance(self._training, FsdpTraining):
-            self._training.offload_optimizer(self._file)
-
-    def transfer(self, version: int) -> None:
-        """Updates the engines to `version`, on every rank."""
-        self._update(version)
-
-    def offload(self) -> None:
-        """Calls `look`, then offloads the weights. Weights that engines read in place stay: their memory is shared."""
-        if self._weights is not None:
-            self._weights.resume()  # where this step is made again
-        self._look()
-        if self._weights is not None:
-            self._weights.offload()
-
-
-def make_cycle(hooks: DemoHooks, engines: Mapping[str, str], rank: int, deadline: float) -> ColocatedCycle:
+def make_cycle(hooks: TrainerHooks, engines: Mapping[str, str], rank: int, deadline: float) -> ColocatedCycle:
     """One rank's cycle with the engines at these URLs; rank 0 speaks to them."""
-    import torch.distributed as dist
 
     def agree(failure: str) -> str:
         failures: list[str] = [""] * dist.get_world_size()

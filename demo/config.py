@@ -59,6 +59,10 @@ class ServerConfig:
         """Number of its scheduler processes."""
         return self.tp * self.pp
 
+    def __str__(self) -> str:
+        text = f"tp{self.tp}/ep{self.ep}" + (f"/pp{self.pp}" if self.pp > 1 else "")
+        return text + (f" map {list(self.placement)}" if self.placement else "")
+
 
 DEFAULT_SERVERS = (
     # Rank 1 holds experts 3, 3 and 0: two replicas of one expert on one rank, which engines' own loaders may leave
@@ -119,6 +123,10 @@ class DemoConfig:
     deadline: float = 300.0
     ray: str | None = None
     share: Share = None
+
+    def log(self, process: str) -> Path:
+        """The file to which a process logs."""
+        return self.work / f"{process}.log"
 
 
 @dataclass(frozen=True, slots=True)

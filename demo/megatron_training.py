@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from weightcast.demo.config import LEARNING_RATE, DemoConfig, MegatronConfig
 from weightcast.demo.megatron_weights import gather_weights, load_weights
 from weightcast.demo.reference import ReferenceModel
+from weightcast.demo.training import Training
 from weightcast.transfer.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["MegatronTraining", "check_megatron"]
 
@@ -32,11 +32,9 @@ _WITHOUT_KERNELS: dict[str, Any] = {
 
 
 def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> None:
-    """Raises InputError when there is no Megatron-Core, no prelude, or the model is not one that can be built here."""
+    """Raises InputError when there is no prelude, or the model is not one that can be built here."""
     from transformers import AutoConfig
 
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise InputError("Megatron-Core is not installed: pip install 'weightcast[megatron]'")
     if config.prelude is None:
         raise InputError(
             "the demo trains on the CPU, where Megatron-Core does not run by itself: give --trainer-prelude a file "
@@ -51,19 +49,19 @@ def check_megatron(config: DemoConfig, mesh: MegatronConfig, folder: Path) -> No
         )
     if sizes.tie_word_embeddings or sizes.attention_bias:
         raise InputError("the demo's Megatron trainer builds Qwen3-MoE without tied embeddings and biases")
-    for name, count, parts in (
-        # Padding of a vocabulary counts in Megatron's loss, which then is not the reference's.
-        ("vocab_size", sizes.vocab_size, mesh.tp),
-        ("num_key_value_heads", sizes.num_key_value_heads, mesh.tp),
-        ("num_hidden_layers", sizes.num_hidden_layers, mesh.pp),
-        ("num_experts", sizes.num_experts, mesh.ep),
-        ("moe_intermediate_size", sizes.moe_intermediate_size, mesh.etp),
-    ):
-        if count % parts:
-            raise InputError(f"the model's {name} {count} cannot be split over {parts} ranks of {mesh}")
+    parts = {
+        "vocab_size": mesh.tp,  # padding counts in Megatron's loss, which then is not the reference's
+        "num_key_value_heads": mesh.tp,
+        "num_hidden_layers": mesh.pp,
+        "num_experts": mesh.ep,
+        "moe_intermediate_size": mesh.etp,
+    }
+    for name, ranks in parts.items():
+        if (count := getattr(sizes, name)) % ranks:
+            raise InputError(f"the model's {name} {count} cannot be split over {ranks} ranks of {mesh}")
 
 
-class MegatronTraining:
+class MegatronTraining(Training):
     """One rank of a Megatron-Core Qwen3-MoE that starts from the reference's weights."""
 
     def __init__(self, mesh: MegatronConfig, reference: ReferenceModel) -> None:
@@ -97,8 +95,6 @@ class MegatronTraining:
 
     def _pass(self, rows: torch.Tensor, *, forward_only: bool) -> float:
         """Runs Megatron's schedule over the pipeline; returns the mean loss over data-parallel ranks, on every rank."""
-        import torch
-        import torch.distributed as dist
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         length = rows.shape[1]
@@ -129,7 +125,6 @@ class MegatronTraining:
 
 def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:
     """The config and model of this rank; `sizes` is the config of the Transformers model."""
-    import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -184,7 +179,6 @@ def _model(mesh: MegatronConfig, sizes: Any) -> tuple[Any, Any]:
 
 def _optimizer(config: Any, model: Any) -> tuple[Any, Any]:
     """The model in Megatron's data-parallel wrapper, and its distributed optimizer."""
-    import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.enums import ModelType
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -7,14 +7,15 @@ would show in the loss, which the demo compares between both models.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from weightcast.transfer.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["gather_weights", "load_weights"]
 
@@ -36,7 +37,7 @@ _INSIDE = {
 }
 _FUSED = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
 
-Tensors = Mapping[str, "torch.Tensor"]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class _Part(NamedTuple):
@@ -56,33 +57,30 @@ class _Part(NamedTuple):
 
 def load_weights(model: Any, source: Tensors) -> None:
     """Fills this rank's parameters from the parameters of the Transformers model. `model` is a `GPTModel`."""
-    import torch
-
     with torch.no_grad():
         for part in _parts(model):
             rows = torch.cat(_rows(part, source, model.config.num_query_groups))
-            part.data.copy_(_split(part, rows))
+            part.data.copy_(torch.cat(_split(part, rows)))
 
 
 def gather_weights(model: Any, target: Tensors) -> None:
     """Copies the parameters of all ranks into those of the Transformers model on rank 0. Collective."""
-    import torch
-    import torch.distributed as dist
-
     groups = model.config.num_query_groups
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(list(_parts(model)), everyone)
-    tensors: dict[tuple[int, int, str], dict[int, _Part]] = {}
-    for part in (part for rank in everyone or () for part in rank):
-        tensors.setdefault(part[:3], {})[part.place] = part
+    if everyone is None:
+        return
     with torch.no_grad():
-        for places in tensors.values():
-            part = places[0]
-            rows = _joined(part, [places[number].data for number in range(len(places))])
-            row = 0
-            for view in _rows(part, target, groups):
-                view.copy_(rows[row : row + len(view)])
-                row += len(view)
+        for tensor in target.values():
+            tensor.fill_(torch.nan)  # shows in the loss where no rank has a part
+        for part in itertools.chain(*everyone):
+            views = _rows(part, target, groups)
+            rows = torch.cat(views)
+            pieces = _split(part, rows)
+            for piece, content in zip(pieces, part.data.chunk(len(pieces)), strict=True):
+                piece.copy_(content)
+            for view, content in zip(views, rows.split([len(view) for view in views]), strict=True):
+                view.copy_(content)
 
 
 def _parts(model: Any) -> list[_Part]:
@@ -121,24 +119,10 @@ def _rows(part: _Part, tensors: Tensors, groups: int) -> list[torch.Tensor]:
     return [tensors[name]]
 
 
-def _split(part: _Part, rows: torch.Tensor) -> torch.Tensor:
-    """This part of the whole tensor. Each rank has its part of the gate rows, and below it that of the up rows."""
-    import torch
-
+def _split(part: _Part, rows: torch.Tensor) -> list[torch.Tensor]:
+    """Views of this part of the whole tensor: of gate and up rows the part of each, one below the other in Megatron."""
     if part.dim < 0:
-        return rows
+        return [rows]
     count = rows.shape[part.dim] // part.data.shape[part.dim]
     halves = rows.chunk(2) if part.name == "fc1" else (rows,)
-    return torch.cat([half.chunk(count, part.dim)[part.place] for half in halves])
-
-
-def _joined(part: _Part, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The whole tensor from its parts in order; the reverse of `_split`."""
-    import torch
-
-    if part.dim < 0:
-        return parts[0]
-    if part.name == "fc1":
-        gates, ups = zip(*(piece.chunk(2) for piece in parts), strict=True)
-        return torch.cat([*gates, *ups])
-    return torch.cat(parts, part.dim)
+    return [half.chunk(count, part.dim)[part.place] for half in halves]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weightcast.transfer.errors import InputError
 
 __all__ = ["PARTS", "PROMPTS", "make_model", "prompt_ids", "quiet", "text_batches"]
@@ -49,7 +51,6 @@ def quiet() -> None:
 
 def make_model(folder: Path) -> None:
     """Writes a random Qwen3-MoE checkpoint (2 layers, 4 experts, byte vocabulary) to `folder`."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     quiet()

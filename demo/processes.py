@@ -4,45 +4,59 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from weightcast.cluster.processes import free_port, running, tail, wait_up
+from weightcast.cluster.ray_actors import Launch
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.transfer.errors import EngineError
 
-__all__ = ["Server", "ServerProcess", "server_command", "server_environment", "start_gateway"]
+__all__ = ["Server", "server_launch", "start_gateway", "start_server"]
+
+HOST = "127.0.0.1"
 
 
 @contextmanager
 def start_gateway(config: DemoConfig, token: str) -> Iterator[str]:
     """Runs a gateway on a free port; yields its URL once it answers."""
-    port = free_port()
-    log = config.work / "gateway.log"
+    port, log = free_port(), config.log("gateway")
     command = [sys.executable, "-m", "weightcast", "gateway", "--port", str(port)]
     with running(command, log, {TOKEN_VARIABLE: token}) as process:
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{HOST}:{port}"
         wait_up(process, f"{url}/pairs", log, config.deadline, {"Authorization": f"Bearer {token}"})
         yield url
 
 
-class Server(ABC):
-    """A real SGLang server on the CPU, whose process a subclass holds."""
+@contextmanager
+def start_server(spec: ServerConfig, config: DemoConfig, model: Path, token: str) -> Iterator[Server]:
+    """Starts a server without waiting: call `wait_up` when all are started."""
+    port, log = free_port(), config.log(spec.name)
+    launch, url = server_launch(spec, config, model, token), f"http://{HOST}:{port}"
+    with running(launch.filled(HOST, port), log, launch.environment) as process:
+        yield Server(spec, url, log, partial(wait_up, process, f"{url}/health", log))
 
-    def __init__(self, spec: ServerConfig, url: str, log: Path) -> None:
-        self.spec, self.url, self.log = spec, url, log
 
-    @abstractmethod
-    def wait_up(self, seconds: float) -> None:
-        """Waits until it is up. Raises EngineError with the end of its log when it does not come up."""
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A real SGLang server on the CPU.
+
+    `wait_up` waits at most so many seconds until it is up. It raises EngineError with the end of its log when it does
+    not come up.
+    """
+
+    spec: ServerConfig
+    url: str
+    log: Path
+    wait_up: Callable[[float], object]
 
     def generate(self, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[list[float]], str]:
         """Greedy tokens and their log-probabilities for each prompt, and the weight version all answers carry."""
@@ -71,44 +85,11 @@ class Server(ABC):
         return dict(response.json())
 
 
-class ServerProcess(Server):
-    """A server that is a process of this machine."""
-
-    def __init__(self, spec: ServerConfig, url: str, log: Path, process: subprocess.Popen[bytes]) -> None:
-        super().__init__(spec, url, log)
-        self._process = process
-
-    @classmethod
-    @contextmanager
-    def start(cls, spec: ServerConfig, config: DemoConfig, model: Path, token: str) -> Iterator[ServerProcess]:
-        """Starts it without waiting: call `wait_up` when all are started."""
-        port = free_port()
-        log = config.work / f"{spec.name}.log"
-        command = server_command(spec, config, model, sys.executable, "127.0.0.1", str(port))
-        with running(command, log, server_environment(spec, token)) as process:
-            yield cls(spec, f"http://127.0.0.1:{port}", log, process)
-
-    def wait_up(self, seconds: float) -> None:
-        wait_up(self._process, f"{self.url}/health", self.log, seconds, {})
-
-
-def server_environment(spec: ServerConfig, token: str) -> dict[str, str]:
-    """The variables that a server process needs beside this one's environment."""
-    return {
-        TOKEN_VARIABLE: token,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        # One entry a rank; ranks share cores where there are fewer cores than ranks.
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.world_size)),
-    }
-
-
-def server_command(spec: ServerConfig, config: DemoConfig, model: Path, python: str, host: str, port: str) -> list[str]:
-    """The command that starts a server."""
+def server_launch(spec: ServerConfig, config: DemoConfig, model: Path, token: str) -> Launch:
+    """The command that starts a server, and the variables that it needs beside this process's environment."""
     command = [
-        python, "-m", "sglang.launch_server",
-        "--model-path", str(model), "--host", host, "--port", port,
+        "{python}", "-m", "sglang.launch_server",
+        "--model-path", str(model), "--host", "{host}", "--port", "{port}",
         "--device", "cpu", "--dtype", config.dtype,
         "--tp-size", str(spec.tp), "--ep-size", str(spec.ep), "--pp-size", str(spec.pp),
         "--skip-tokenizer-init", "--skip-server-warmup", "--attention-backend", "torch_native",
@@ -121,4 +102,12 @@ def server_command(spec: ServerConfig, config: DemoConfig, model: Path, python: 
         experts = len(set(spec.placement))
         command += ["--ep-num-redundant-experts", str(len(spec.placement) - experts)]
         command += ["--init-expert-location", json.dumps({"physical_to_logical_map": [list(spec.placement)] * layers})]
-    return command
+    environment = {
+        TOKEN_VARIABLE: token,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        # One entry a rank; ranks share cores where there are fewer cores than ranks.
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.world_size)),
+    }
+    return Launch(command, environment, str(config.log(spec.name)))

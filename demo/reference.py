@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from weightcast.demo.model import quiet
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["ReferenceModel"]
 
@@ -17,7 +16,6 @@ class ReferenceModel:
     """A model of its own in one process, so that generation cannot disturb the sharded one."""
 
     def __init__(self, folder: Path) -> None:
-        import torch
         from transformers import AutoModelForCausalLM
 
         quiet()
@@ -25,15 +23,11 @@ class ReferenceModel:
 
     def loss(self, rows: torch.Tensor) -> float:
         """Mean loss over the next tokens of rows of token ids (rows, length)."""
-        import torch
-
         with torch.no_grad():
             return float(self.model(input_ids=rows, labels=rows).loss)
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """The `count` greedy tokens after each prompt."""
-        import torch
-
         answers = []
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -45,8 +39,6 @@ class ReferenceModel:
 
     def logprobs(self, prompts: list[list[int]], answers: list[list[int]]) -> list[list[float]]:
         """Log-probability of each token of each answer, after its prompt."""
-        import torch
-
         rows = []
         with torch.no_grad():
             for prompt, answer in zip(prompts, answers, strict=True):

@@ -7,12 +7,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from weightcast.cluster.processes import check_installed
 from weightcast.demo.colocated import describe_step
-from weightcast.demo.config import LOSS_LIMIT, DemoConfig, ServerConfig, VersionOutcome
-from weightcast.demo.machines import LocalMachines, Machines, Trainers
+from weightcast.demo.config import LOSS_LIMIT, DemoConfig, VersionOutcome
+from weightcast.demo.machines import Machines, RayMachines, Trainers
 from weightcast.demo.megatron_training import check_megatron
 from weightcast.demo.model import PROMPTS, make_model, prompt_ids
 from weightcast.demo.processes import Server
@@ -35,16 +38,20 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
         raise InputError("the demo needs at least one trainer, one version and one instance")
     if config.prelude is not None and not config.prelude.is_file():
         raise InputError(f"--trainer-prelude {config.prelude} is not a file")
+    check_installed("SGLang", "sglang")
+    if config.ray is not None:
+        check_installed("Ray", "ray")
+    if config.megatron is not None:
+        check_installed("Megatron-Core", "megatron", "megatron.core")
     config.work.mkdir(parents=True, exist_ok=True)
     model = _model(config, say)
     if config.megatron is not None:
         check_megatron(config, config.megatron, model)
     token = make_token()
-    os.environ[TOKEN_VARIABLE] = token  # read by the trainer processes; never on a command line
-    with ExitStack() as stack:
-        stack.enter_context(_ending_on_sigterm())
-        say("starting the gateway and " + ", ".join(f"{s.name} ({describe_server(s)})" for s in config.servers))
-        machines = stack.enter_context(_machines(config, model, token))
+    # Read by the trainer processes; never on a command line.
+    os.environ |= {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
+    with _ending_on_sigterm(), (RayMachines if config.ray else Machines)(config, model, token) as machines:
+        say("starting the gateway and " + ", ".join(f"{s.name} ({s})" for s in config.servers))
         url = machines.start_gateway()
         servers = [machines.start_server(spec) for spec in config.servers]
         for server in servers:
@@ -60,23 +67,11 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
 @contextmanager
 def _ending_on_sigterm() -> Iterator[None]:
     """Treats SIGTERM like Ctrl-C: what was started has to be ended, and a killed process could not do so."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGTERM, interrupt)
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def _machines(config: DemoConfig, model: Path, token: str) -> AbstractContextManager[Machines]:
-    if config.ray is None:
-        return LocalMachines(config, model, token)
-    from weightcast.demo.ray_machines import RayMachines
-
-    return RayMachines(config, model, token)
 
 
 def _model(config: DemoConfig, say: Say) -> Path:
@@ -159,29 +154,19 @@ def _compare(
     trainer_scores = trainers.receive()
     if not isinstance(trainer_scores, list):
         raise EngineError(f"trainer rank 0 sent {type(trainer_scores).__name__}, expected log-probabilities")
-    gaps = [
-        abs(a - b)
-        for server_row, trainer_row in zip(scores, trainer_scores, strict=True)
-        for a, b in zip(server_row, trainer_row, strict=True)
-    ]
     record = reference.result.get(server.spec.name, {})
+    sent_bytes, shared_bytes = reference.moved[server.spec.name]
     outcome = VersionOutcome(
         version=reference.version,
         instance=server.spec.name,
         prompts=len(PROMPTS),
         equal=sum(a == b for a, b in zip(tokens, reference.tokens, strict=True)),
         changed=0 if before is None else sum(a != b for a, b in zip(tokens, before, strict=True)),
-        logprob_gap=sum(gaps) / len(gaps),
+        logprob_gap=float(np.abs(np.subtract(scores, trainer_scores)).mean()),
         weight_version=weight_version,
         seconds=float(record.get("seconds", time.monotonic() - start)),
         verified=dict(record.get("verified") or {}),
-        sent=reference.moved[server.spec.name][0],
-        shared=reference.moved[server.spec.name][1],
+        sent=sent_bytes,
+        shared=shared_bytes,
     )
     return outcome, tokens
-
-
-def describe_server(server: ServerConfig) -> str:
-    """One line about a server's layout, for the table."""
-    text = f"tp{server.tp}/ep{server.ep}" + (f"/pp{server.pp}" if server.pp > 1 else "")
-    return text + (f" map {list(server.placement)}" if server.placement else "")

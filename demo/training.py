@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from weightcast.demo.config import LEARNING_RATE, DemoConfig
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from weightcast.adapters.fsdp.source import FsdpSource
+from weightcast.demo.config import LEARNING_RATE
 from weightcast.demo.model import quiet
 from weightcast.demo.reference import ReferenceModel
+from weightcast.transfer.protocols import Source
 
-if TYPE_CHECKING:
-    import torch
-
-    from weightcast.transfer.protocols import Source
-
-__all__ = ["FsdpTraining", "Training", "make_training"]
+__all__ = ["FsdpTraining", "Training"]
 
 
 class Training(Protocol):
-    """One rank's model and optimizer. All ranks make the same calls in the same order."""
+    """One rank's model and optimizer. All ranks make the same calls in the same order.
 
-    @property
-    def source(self) -> Source:
-        """The source that describes this rank."""
+    `source` describes this rank.
+    """
+
+    source: Source
 
     def optimize(self, rows: torch.Tensor, steps: int) -> float:
         """Optimizer steps on rows of token ids (rows, length); returns the mean loss over ranks of the last one."""
@@ -33,26 +37,20 @@ class Training(Protocol):
     def gather(self, reference: ReferenceModel) -> None:
         """Copies the weights of all ranks into the reference of rank 0, by another way than weightcast's."""
 
+    def offload_optimizer(self, file: Path) -> None:
+        """Drops gradients and moves the optimizer's states to a file. Does nothing where a framework has them stay."""
+        return
 
-def make_training(rank: int, config: DemoConfig, folder: Path, reference: ReferenceModel) -> Training:
-    """The trainer that the config asks for, with the weights of the checkpoint in `folder`, as the reference has."""
-    if config.megatron is not None:
-        from weightcast.demo.megatron_training import MegatronTraining
-
-        return MegatronTraining(config.megatron, reference)
-    return FsdpTraining(rank, config.trainers, folder)
+    def load_optimizer(self, file: Path) -> None:
+        """Brings the optimizer's states back, if they were moved."""
+        return
 
 
-class FsdpTraining:
+class FsdpTraining(Training):
     """FSDP2: each layer a group, the rest in the root group."""
 
     def __init__(self, rank: int, ranks: int, folder: Path) -> None:
-        import torch
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
         from transformers import AutoModelForCausalLM
-
-        from weightcast.adapters.fsdp.source import FsdpSource
 
         quiet()
         self._rank, self._ranks = rank, ranks
@@ -65,8 +63,6 @@ class FsdpTraining:
         self.source = FsdpSource(self._model)
 
     def optimize(self, rows: torch.Tensor, steps: int) -> float:
-        import torch
-
         batch = rows[self._rank % len(rows) :: self._ranks]
         loss = torch.zeros(())
         for _ in range(steps):
@@ -77,39 +73,26 @@ class FsdpTraining:
         return self._mean(loss)
 
     def loss(self, rows: torch.Tensor) -> float:
-        import torch
-
         with torch.no_grad():
             return self._mean(self._model(input_ids=rows, labels=rows).loss)
 
     def _mean(self, loss: torch.Tensor) -> float:
-        import torch.distributed as dist
-
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         return float(mean) / self._ranks
 
     def offload_optimizer(self, file: Path) -> None:
-        """Drops gradients and moves the optimizer's states to a file."""
-        import torch
-
         self._optimizer.zero_grad(set_to_none=True)
         torch.save(self._optimizer.state_dict(), file)
         self._optimizer.state.clear()
 
     def load_optimizer(self, file: Path) -> None:
-        """Brings the optimizer's states back, if they were moved."""
-        import torch
-
         if file.exists():
             self._optimizer.load_state_dict(torch.load(file, weights_only=False))
             file.unlink()
 
     def gather(self, reference: ReferenceModel) -> None:
         """Copies weights by DTensor's own gather."""
-        import torch
-        from torch.distributed.tensor import DTensor
-
         targets = dict(reference.model.named_parameters())
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import msgpack
-import numpy as np
 
 from weightcast.transfer.documents import unique_keys
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_code
-from weightcast.transfer.layout.tables import NO_SLOT, RegionTable, TensorSpec, TensorTable
+from weightcast.transfer.layout.tables import NO_SLOT, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.plan.operations import Kind, TransferPlan
 from weightcast.transfer.plan.traffic import Traffic
 
@@ -50,18 +49,16 @@ class Bundle:
 def read_bundle(data: bytes) -> Bundle:
     """Decodes and validates a bundle: JSON if it begins with a brace, else msgpack. Raises LayoutError."""
     document = _mapping(_decode(data), "the bundle", required=("tensors", "trainer", "instances"))
-    tensors = TensorTable.from_specs(
-        {
-            _printable(name, "a tensor name"): _spec(name, spec)
-            for name, spec in _mapping(document["tensors"], "tensors").items()
-        }
-    )
-    reader = _SideReader(tensors)
-    trainer, trainer_hosts = reader.read(document["trainer"], "trainer")
+    specs = {
+        _printable(name, "a tensor name"): _spec(name, spec)
+        for name, spec in _mapping(document["tensors"], "tensors").items()
+    }
+    tensors = TensorTable.from_specs(specs)
+    trainer, trainer_hosts = _side(document["trainer"], "trainer", specs)
     instances: dict[str, tuple[RegionTable, ...]] = {}
     hosts: dict[str, tuple[str, ...]] = {}
     for name, side in _mapping(document["instances"], "instances").items():
-        instances[_printable(name, "an instance name")], hosts[name] = reader.read(side, name)
+        instances[_printable(name, "an instance name")], hosts[name] = _side(side, name, specs)
     if not instances:
         _fail("instances: there is none, so there is nothing to plan")
     return Bundle(tensors, trainer, trainer_hosts, instances, hosts)
@@ -90,21 +87,18 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _mapping(
-    value: Any, where: str, required: Collection[str] = (), optional: Collection[str] | None = ()
+    value: Any, where: str, required: tuple[str, ...] = (), optional: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Returns `value` if it is an object with these keys; with none required any keys are fine."""
     if not isinstance(value, dict):
         _fail(f"{where}: expected an object, found {reprlib.repr(value)}")
-    if required:
-        for key in required:
-            if key not in value:
-                _fail(f"{where}: {key!r} is missing")
-        for key in value:
-            if key not in required and key not in (optional or ()):
-                _fail(
-                    f"{where}: key {reprlib.repr(key)} is not known; known are "
-                    f"{', '.join([*required, *(optional or ())])}"
-                )
+    known = (*required, *optional)
+    for key in required:
+        if key not in value:
+            _fail(f"{where}: {key!r} is missing")
+    for key in value if required else ():
+        if key not in known:
+            _fail(f"{where}: key {reprlib.repr(key)} is not known; known are {', '.join(known)}")
     return value
 
 
@@ -143,82 +137,59 @@ def _spec(name: str, value: Any) -> TensorSpec:
     return TensorSpec(shape, spec["dtype"])
 
 
-class _SideReader:
-    """Reads the trainer and the instances against one catalogue."""
+def _side(
+    value: Any, side: str, specs: Mapping[str, TensorSpec]
+) -> tuple[tuple[RegionTable, ...], tuple[str, ...]]:
+    """Tables and hosts of a side, by rank."""
+    document = _mapping(value, side, required=("ranks",), optional=("hosts",))
+    ranks = _mapping(document["ranks"], f"{side}: ranks")
+    hosts = _mapping(document.get("hosts", {}), f"{side}: hosts")
+    if not ranks:
+        _fail(f"{side}: there are no ranks")
+    names, last = [str(rank) for rank in range(len(ranks))], len(ranks) - 1
+    for rank in ranks:
+        if rank not in names:
+            _fail(f"{side}: rank {reprlib.repr(rank)} is not one of 0..{last}; ranks are counted without gaps")
+    for rank in hosts:
+        if rank not in names:
+            _fail(f"{side}: hosts names rank {reprlib.repr(rank)}, which the side does not have")
+    return (
+        tuple(_table(ranks[name], f"{side} rank {name}", specs) for name in names),
+        tuple(_printable(hosts[name], f"{side} rank {name}: host") if name in hosts else "" for name in names),
+    )
 
-    def __init__(self, tensors: TensorTable) -> None:
-        self._tensors = tensors
-        self._index = {name: row for row, name in enumerate(tensors.names)}
 
-    def read(self, value: Any, side: str) -> tuple[tuple[RegionTable, ...], tuple[str, ...]]:
-        """Tables and hosts of a side, by rank."""
-        document = _mapping(value, side, required=("ranks",), optional=("hosts",))
-        ranks = _mapping(document["ranks"], f"{side}: ranks")
-        hosts = _mapping(document.get("hosts", {}), f"{side}: hosts")
-        if not ranks:
-            _fail(f"{side}: there are no ranks")
-        names = [str(rank) for rank in range(len(ranks))]
-        stranger = next((name for name in ranks if name not in names), None)
-        if stranger is not None:
-            _fail(
-                f"{side}: rank {reprlib.repr(stranger)} is not one of 0..{len(ranks) - 1}; ranks are counted "
-                "without gaps"
-            )
-        for rank in hosts:
-            if rank not in names:
-                _fail(f"{side}: hosts names rank {reprlib.repr(rank)}, which the side does not have")
-        return (
-            tuple(self._table(ranks[name], f"{side} rank {name}") for name in names),
-            tuple(_printable(hosts[name], f"{side} rank {name}: host") if name in hosts else "" for name in names),
-        )
+def _table(value: Any, where: str, specs: Mapping[str, TensorSpec]) -> RegionTable:
+    if not isinstance(value, list):
+        _fail(f"{where}: expected a list of regions, found {reprlib.repr(value)}")
+    regions = [_region(region, f"{where}: region {i}", specs) for i, region in enumerate(value)]
+    names = {region.tensor for region in regions}
+    try:
+        return RegionTable.from_regions({name: spec for name, spec in specs.items() if name in names}, regions)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
 
-    def _table(self, value: Any, where: str) -> RegionTable:
-        if not isinstance(value, list):
-            _fail(f"{where}: expected a list of regions, found {reprlib.repr(value)}")
-        n, width = len(value), self._tensors.width
-        tensor, slot = np.empty(n, dtype=np.int64), np.empty(n, dtype=np.int64)
-        offset, size = np.zeros((n, width), dtype=np.int64), np.ones((n, width), dtype=np.int64)
-        for i, region in enumerate(value):
-            tensor[i], low, extent, slot[i] = self._region(region, f"{where}: region {i}")
-            offset[i, : len(low)], size[i, : len(extent)] = low, extent
-        rows, number = np.unique(tensor, return_inverse=True)
-        t = self._tensors
-        tensors = TensorTable(tuple(t.names[row] for row in rows.tolist()), t.shape[rows], t.ndim[rows], t.dtype[rows])
-        table = RegionTable(tensors, number.astype(np.int64), offset, size, slot)
-        try:
-            table.validate()
-        except LayoutError as error:
-            raise LayoutError(f"{where}: {error}") from None
-        return table
 
-    def _region(self, value: Any, where: str) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-        region = _mapping(value, where, required=("tensor", "offset", "size"), optional=("slot",))
-        name = region["tensor"]
-        row = self._index.get(name) if isinstance(name, str) else None
-        if row is None:
-            _fail(f"{where} names tensor {reprlib.repr(name)}, which is not in the bundle's tensors")
-        offset = _integers(region["offset"], f"{where} of {name!r}: offset")
-        size = _integers(region["size"], f"{where} of {name!r}: size")
-        ndim = int(self._tensors.ndim[row])
-        if len(offset) != ndim or len(size) != ndim:
-            _fail(
-                f"{where} of {name!r} has offset {reprlib.repr(list(offset))} and size {reprlib.repr(list(size))}, "
-                f"expected {ndim} numbers each for shape {list(self._tensors.spec(row).shape)}"
-            )
-        slot = region.get("slot", NO_SLOT)
-        if "slot" in region and (type(slot) is not int or not 0 <= slot <= _MAX_BYTES):
-            _fail(f"{where} of {name!r} has slot {reprlib.repr(slot)}, expected an integer from 0 on")
-        return row, offset, size, slot
+def _region(value: Any, where: str, specs: Mapping[str, TensorSpec]) -> Region:
+    region = _mapping(value, where, required=("tensor", "offset", "size"), optional=("slot",))
+    name = region["tensor"]
+    if not isinstance(name, str) or name not in specs:
+        _fail(f"{where} names tensor {reprlib.repr(name)}, which is not in the bundle's tensors")
+    offset = _integers(region["offset"], f"{where} of {name!r}: offset")
+    size = _integers(region["size"], f"{where} of {name!r}: size")
+    slot = region.get("slot", NO_SLOT)
+    if "slot" in region and (type(slot) is not int or not 0 <= slot <= _MAX_BYTES):
+        _fail(f"{where} of {name!r} has slot {reprlib.repr(slot)}, expected an integer from 0 on")
+    return Region(name, offset, size, slot)
 
 
 def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float, *, operations: bool = True) -> dict[str, Any]:
     """A plan as the JSON object that `weightcast plan --json` prints. Regions index the ranks' lists in the bundle, so
     without a bundle there are no `operations` to print."""
     o = plan.operations
-    ndim = plan.tensors.ndim[o.tensor].tolist() if operations else []
     columns = [getattr(o, name).tolist() for name in o.__slots__] if operations else []
     return {
-        "ops": [_operation(plan, *row) for row in zip(*columns, ndim, strict=True)],
+        "ops": [_operation(plan, dict(zip(o.__slots__, row, strict=True))) for row in zip(*columns, strict=True)],
         "summary": {
             "bytes_sent": traffic.bytes_sent,
             "bytes_copied": traffic.bytes_copied,
@@ -229,26 +200,14 @@ def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float, *, opera
     }
 
 
-def _operation(
-    plan: TransferPlan,
-    kind: int,
-    tensor: int,
-    src_party: int,
-    src_rank: int,
-    src_region: int,
-    dst_party: int,
-    dst_rank: int,
-    dst_region: int,
-    offset: list[int],
-    size: list[int],
-    ndim: int,
-) -> dict[str, Any]:
-    record: dict[str, Any] = {"kind": Kind(kind).name.lower(), "tensor": plan.tensors.names[tensor]}
+def _operation(plan: TransferPlan, row: dict[str, Any]) -> dict[str, Any]:
+    kind, tensor, ndim = Kind(row["kind"]), plan.tensors.names[row["tensor"]], int(plan.tensors.ndim[row["tensor"]])
+    record: dict[str, Any] = {"kind": kind.name.lower(), "tensor": tensor}
     if kind == Kind.RELAY:
-        record["src_instance"] = plan.parties[src_party].name
+        record["src_instance"] = plan.parties[row["src_party"]].name
     if kind != Kind.COPY:
-        record["src_rank"] = src_rank
-    record |= {"instance": plan.parties[dst_party].name, "dst_rank": dst_rank}
+        record["src_rank"] = row["src_rank"]
+    record |= {"instance": plan.parties[row["dst_party"]].name, "dst_rank": row["dst_rank"]}
     if kind == Kind.COPY:
-        record["src_region"] = src_region
-    return record | {"dst_region": dst_region, "offset": offset[:ndim], "size": size[:ndim]}
+        record["src_region"] = row["src_region"]
+    return record | {"dst_region": row["dst_region"], "offset": row["offset"][:ndim], "size": row["size"][:ndim]}

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -70,28 +71,28 @@ class Tensor:
     parts: int = 1 << 30
 
 
-def _attention(model: ModelShape) -> Iterator[Tensor]:
+def _attention(model: ModelShape, stem: str) -> Iterator[Tensor]:
     hidden, heads, size = model.hidden, model.heads, model.head_size
     if model.q_rank:
-        yield Tensor("q_a_proj", (model.q_rank, hidden))
-        yield Tensor("q_a_layernorm", (model.q_rank,))
-        yield Tensor("q_b_proj", (heads * (size + model.rope_size), model.q_rank), 0)
-        yield Tensor("kv_a_proj_with_mqa", (model.kv_rank + model.rope_size, hidden))
-        yield Tensor("kv_a_layernorm", (model.kv_rank,))
-        yield Tensor("kv_b_proj", (heads * size * 2, model.kv_rank), 0)
+        yield Tensor(f"{stem}.q_a_proj.weight", (model.q_rank, hidden))
+        yield Tensor(f"{stem}.q_a_layernorm.weight", (model.q_rank,))
+        yield Tensor(f"{stem}.q_b_proj.weight", (heads * (size + model.rope_size), model.q_rank), 0)
+        yield Tensor(f"{stem}.kv_a_proj_with_mqa.weight", (model.kv_rank + model.rope_size, hidden))
+        yield Tensor(f"{stem}.kv_a_layernorm.weight", (model.kv_rank,))
+        yield Tensor(f"{stem}.kv_b_proj.weight", (heads * size * 2, model.kv_rank), 0)
     else:
-        yield Tensor("q_proj", (heads * size, hidden), 0)
+        yield Tensor(f"{stem}.q_proj.weight", (heads * size, hidden), 0)
         for name in ("k_proj", "v_proj"):
-            yield Tensor(name, (model.kv_heads * size, hidden), 0, model.kv_heads)
+            yield Tensor(f"{stem}.{name}.weight", (model.kv_heads * size, hidden), 0, model.kv_heads)
         for name in ("q_norm", "k_norm"):
-            yield Tensor(name, (size,))
-    yield Tensor("o_proj", (hidden, heads * size), 1)
+            yield Tensor(f"{stem}.{name}.weight", (size,))
+    yield Tensor(f"{stem}.o_proj.weight", (hidden, heads * size), 1)
 
 
-def _mlp(hidden: int, inner: int) -> Iterator[Tensor]:
-    yield Tensor("gate_proj", (inner, hidden), 0)
-    yield Tensor("up_proj", (inner, hidden), 0)
-    yield Tensor("down_proj", (hidden, inner), 1)
+def _mlp(stem: str, hidden: int, inner: int) -> Iterator[Tensor]:
+    yield Tensor(f"{stem}.gate_proj.weight", (inner, hidden), 0)
+    yield Tensor(f"{stem}.up_proj.weight", (inner, hidden), 0)
+    yield Tensor(f"{stem}.down_proj.weight", (hidden, inner), 1)
 
 
 def dense_tensors(model: ModelShape, layers: range) -> Iterator[Tensor]:
@@ -100,74 +101,74 @@ def dense_tensors(model: ModelShape, layers: range) -> Iterator[Tensor]:
         yield Tensor("model.embed_tokens.weight", (model.vocabulary, model.hidden), 0)
     for layer in layers:
         stem = f"model.layers.{layer}"
-        entries = [(f"{stem}.self_attn", tensor) for tensor in _attention(model)]
+        yield from _attention(model, f"{stem}.self_attn")
         if layer < model.dense_layers:
-            entries += [(f"{stem}.mlp", tensor) for tensor in _mlp(model.hidden, model.dense_hidden)]
+            yield from _mlp(f"{stem}.mlp", model.hidden, model.dense_hidden)
         else:
-            entries.append((f"{stem}.mlp", Tensor("gate", (model.experts, model.hidden))))
+            yield Tensor(f"{stem}.mlp.gate.weight", (model.experts, model.hidden))
             if model.shared_experts:
-                shared_mlp = _mlp(model.hidden, model.expert_hidden * model.shared_experts)
-                entries += [(f"{stem}.mlp.shared_experts", tensor) for tensor in shared_mlp]
-        entries += [(stem, Tensor(name, (model.hidden,))) for name in ("input_layernorm", "post_attention_layernorm")]
-        for prefix, tensor in entries:
-            yield Tensor(f"{prefix}.{tensor.name}.weight", tensor.shape, tensor.cut, tensor.parts)
+                yield from _mlp(f"{stem}.mlp.shared_experts", model.hidden, model.expert_hidden * model.shared_experts)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield Tensor(f"{stem}.{name}.weight", (model.hidden,))
     if layers.stop == model.layers:
         yield Tensor("model.norm.weight", (model.hidden,))
         yield Tensor("lm_head.weight", (model.vocabulary, model.hidden), 0)
 
 
 def expert_tensors(model: ModelShape, layer: int, expert: int) -> Iterator[Tensor]:
-    for tensor in _mlp(model.hidden, model.expert_hidden):
-        yield Tensor(f"model.layers.{layer}.mlp.experts.{expert}.{tensor.name}.weight", tensor.shape)
+    yield from _mlp(f"model.layers.{layer}.mlp.experts.{expert}", model.hidden, model.expert_hidden)
 
 
-def _moe_layers(model: ModelShape, layers: range) -> range:
-    return range(max(layers.start, model.dense_layers), layers.stop)
+def _expert_tensors(model: ModelShape, layers: range, experts: range) -> Iterator[Tensor]:
+    """Some of the routed experts in some layers, as far as these have any."""
+    for layer in range(max(layers.start, model.dense_layers), layers.stop):
+        for expert in experts:
+            yield from expert_tensors(model, layer, expert)
 
 
-class _Rows:
-    """Regions of a rank, collected."""
+class _Piece(NamedTuple):
+    """A tensor in the memory of a rank: piece `number` of `pieces` even ones along a dimension."""
 
-    def __init__(self, dtype: str) -> None:
-        self._matrix, self._vector = dtype_code(dtype), dtype_code("bfloat16")
-        self._index: dict[str, int] = {}
-        self._shapes: list[tuple[int, ...]] = []
-        self._rows: list[tuple[int, int, int, int, int]] = []
+    tensor: Tensor
+    slot: int = NO_SLOT
+    number: int = 0
+    pieces: int = 1
+    dim: int = 0
 
-    def add(self, tensor: Tensor, slot: int = NO_SLOT, part: tuple[int, int, int] = (0, 0, 0)) -> None:
-        """Adds a tensor, or one of its even pieces: `part` is (piece, pieces, dimension), 0 pieces for all of it."""
-        row = self._index.setdefault(tensor.name, len(self._index))
-        if row == len(self._shapes):
-            self._shapes.append(tensor.shape)
-        piece, pieces, dim = part
+
+def _table(pieces: Iterable[_Piece], dtype: str) -> RegionTable:
+    """The regions of a rank. Matrices have the `dtype`, vectors are bfloat16."""
+    index: dict[str, int] = {}
+    shapes: list[tuple[int, ...]] = []
+    rows: list[tuple[int, int, int, int, int]] = []
+    for tensor, slot, number, count, dim in pieces:
+        row = index.setdefault(tensor.name, len(index))
+        if row == len(shapes):
+            shapes.append(tensor.shape)
         length = tensor.shape[dim]
-        step = -(-length // pieces) if pieces else length
-        start, end = min(piece * step, length), min((piece + 1) * step, length)
+        step = -(-length // count)
+        start, end = min(number * step, length), min((number + 1) * step, length)
         if end > start:
-            self._rows.append((row, dim, start, end - start, slot))
-
-    def table(self) -> RegionTable:
-        ndim = np.array([len(shape) for shape in self._shapes], dtype=np.int64)
-        shape = np.array([(*shape, 1)[:2] for shape in self._shapes], dtype=np.int64).reshape(-1, 2)
-        dtype = np.where(ndim > 1, self._matrix, self._vector).astype(np.int64)
-        tensors = TensorTable(tuple(self._index), shape, ndim, dtype)
-        row, dim, start, count, slot = np.array(self._rows, dtype=np.int64).reshape(-1, 5).T
-        offset, size = np.zeros((row.shape[0], 2), dtype=np.int64), np.take(shape, row, axis=0)
-        index = np.arange(row.shape[0])
-        offset[index, dim], size[index, dim] = start, count
-        return RegionTable(tensors, row, offset, size, slot)
+            rows.append((row, dim, start, end - start, slot))
+    ndim = np.array([len(shape) for shape in shapes], dtype=np.int64)
+    shape = np.array([(*shape, 1)[:2] for shape in shapes], dtype=np.int64).reshape(-1, 2)
+    codes = np.where(ndim > 1, dtype_code(dtype), dtype_code("bfloat16")).astype(np.int64)
+    tensors, dims, starts, lengths, slots = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+    offset, size = np.zeros((len(rows), 2), dtype=np.int64), np.take(shape, tensors, axis=0)
+    region = np.arange(len(rows))
+    offset[region, dims], size[region, dims] = starts, lengths
+    return RegionTable(TensorTable(tuple(index), shape, ndim, codes), tensors, offset, size, slots)
 
 
 def trainer_tables(model: ModelShape, parallel: str, dtype: str = "bfloat16") -> list[RegionTable]:
     """Tables of `pp8xep32`, `fsdp64` or one of them with `xdp2` after it. Raises LayoutError where that does not fit
     the model."""
-    fsdp = re.fullmatch(r"fsdp([1-9]\d{0,5})(?:xdp([1-9]\d{0,3}))?", parallel)
-    if fsdp:
-        return _fully_sharded(model, int(fsdp[1]), dtype) * int(fsdp[2] or 1)
-    pipeline = re.fullmatch(r"pp([1-9]\d{0,3})xep([1-9]\d{0,3})(?:xdp([1-9]\d{0,3}))?", parallel)
-    if not pipeline:
+    match = re.fullmatch(r"(?:fsdp([1-9]\d{0,5})|pp([1-9]\d{0,3})xep([1-9]\d{0,3}))(?:xdp([1-9]\d{0,3}))?", parallel)
+    if not match:
         raise LayoutError(f"trainer {parallel!r} is not of the form pp8xep32 or fsdp64, with xdp2 after it for copies")
-    stages, ranks, copies = int(pipeline[1]), int(pipeline[2]), int(pipeline[3] or 1)
+    world, stages, ranks, copies = (int(number or 1) for number in match.groups())
+    if match[1]:
+        return _fully_sharded(model, world, dtype) * copies
     if stages > model.layers or model.experts % ranks:
         raise LayoutError(
             f"trainer {parallel!r}: {model.layers} layers make at most as many stages, and {model.experts} experts "
@@ -176,35 +177,22 @@ def trainer_tables(model: ModelShape, parallel: str, dtype: str = "bfloat16") ->
     cuts = [model.layers * stage // stages for stage in range(stages + 1)]
     tables: list[RegionTable] = []
     for start, end in itertools.pairwise(cuts):
-        stage = [_stage_rank(model, range(start, end), rank, ranks, dtype) for rank in range(ranks)]
-        tables += stage * copies
+        tables += _stage(model, range(start, end), ranks, dtype) * copies
     return tables
 
 
-def _stage_rank(model: ModelShape, layers: range, rank: int, ranks: int, dtype: str) -> RegionTable:
-    rows = _Rows(dtype)
-    for tensor in dense_tensors(model, layers):
-        rows.add(tensor)
-    share = model.experts // ranks
-    for layer in _moe_layers(model, layers):
-        for expert in range(rank * share, (rank + 1) * share):
-            for tensor in expert_tensors(model, layer, expert):
-                rows.add(tensor)
-    return rows.table()
+def _stage(model: ModelShape, layers: range, ranks: int, dtype: str) -> list[RegionTable]:
+    dense, share = list(dense_tensors(model, layers)), model.experts // ranks
+    return [
+        _table(map(_Piece, [*dense, *_expert_tensors(model, layers, range(start, start + share))]), dtype)
+        for start in range(0, model.experts, share)
+    ]
 
 
 def _fully_sharded(model: ModelShape, world: int, dtype: str) -> list[RegionTable]:
-    tensors = list(dense_tensors(model, range(model.layers)))
-    for layer in _moe_layers(model, range(model.layers)):
-        for expert in range(model.experts):
-            tensors += expert_tensors(model, layer, expert)
-    tables = []
-    for rank in range(world):
-        rows = _Rows(dtype)
-        for tensor in tensors:
-            rows.add(tensor, part=(rank, world, 0))
-        tables.append(rows.table())
-    return tables
+    layers = range(model.layers)
+    tensors = [*dense_tensors(model, layers), *_expert_tensors(model, layers, range(model.experts))]
+    return [_table([_Piece(tensor, NO_SLOT, rank, world) for tensor in tensors], dtype) for rank in range(world)]
 
 
 def read_instances(text: str) -> tuple[int, int]:
@@ -246,26 +234,21 @@ def instance_tables(
     tensors = list(dense_tensors(model, range(model.layers)))
     slots = placement.reshape(placement.shape[0], world, -1)
     group = dense_ranks or world
-    return [
-        _instance_rank(model, tensors, slots[:, rank], (rank % group, group), dense, dtype) for rank in range(world)
-    ]
+    tables = []
+    for rank in range(world):
+        pieces = [_dense_piece(tensor, dense, rank % group, group) for tensor in tensors]
+        for layer, experts in enumerate(slots[:, rank].tolist(), model.dense_layers):
+            for slot, expert in enumerate(experts):
+                pieces += [_Piece(tensor, slot) for tensor in expert_tensors(model, layer, expert)]
+        tables.append(_table(pieces, dtype))
+    return tables
 
 
-def _instance_rank(
-    model: ModelShape, tensors: Sequence[Tensor], slots: IntArray, place: tuple[int, int], dense: str, dtype: str
-) -> RegionTable:
-    rank, group = place
-    rows = _Rows(dtype)
-    for tensor in tensors:
-        if dense == "sharded":
-            rows.add(tensor, part=(rank, group, 0))
-        elif dense == "tensor" and tensor.cut >= 0:
-            pieces = min(group, tensor.parts)
-            rows.add(tensor, part=(rank * pieces // group, pieces, tensor.cut))
-        else:
-            rows.add(tensor)
-    for layer, experts in enumerate(slots.tolist()):
-        for slot, expert in enumerate(experts):
-            for tensor in expert_tensors(model, layer + model.dense_layers, expert):
-                rows.add(tensor, slot)
-    return rows.table()
+def _dense_piece(tensor: Tensor, dense: str, rank: int, ranks: int) -> _Piece:
+    """The piece that a rank of a group has of a tensor that is no expert's; `dense` is one of DENSE_CUTS."""
+    if dense == "sharded":
+        return _Piece(tensor, NO_SLOT, rank, ranks)
+    if dense == "tensor" and tensor.cut >= 0:
+        pieces = min(ranks, tensor.parts)
+        return _Piece(tensor, NO_SLOT, rank * pieces // ranks, pieces, tensor.cut)
+    return _Piece(tensor)

@@ -80,6 +80,7 @@ def simulate(
     loads = link_bytes(hosts, source, target, plan.nbytes)
     seconds = link_seconds(topology, hosts, loads)
     rank_hops = _rank_hops(plan, hosts, target)
+    bounds = _bounds(plan, target, join_pair(trainer, instances), hosts, topology)
     return Simulation(
         labels=tuple(f"{party} {rank}" for party in plan.parties for rank in range(party.world)),
         first=hosts.first,
@@ -87,7 +88,7 @@ def simulate(
         seconds=seconds,
         rank_seconds=seconds.max(axis=0) + rank_hops * topology.latency_us * 1e-6,
         hops=int(rank_hops.max(initial=0)),
-        bounds=tuple(sorted(_bounds(plan, join_pair(trainer, instances), hosts, topology), key=lambda b: -b.seconds)),
+        bounds=tuple(sorted(bounds, key=lambda bound: -bound.seconds)),
     )
 
 
@@ -100,17 +101,20 @@ def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
     return counts
 
 
-def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topology) -> list[Bound]:
+def _bounds(
+    plan: TransferPlan, target: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology
+) -> list[Bound]:
     """Lower bounds for plans whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
 
-    Every rank of an instance receives each byte that it needs once, as the invariants prove of this plan.
+    Each operation writes to the rank `target`. Every rank of an instance receives each byte that it needs
+    once, as the invariants prove of this plan.
     """
     o = plan.operations
     is_copy, nbytes = o.kind == Kind.COPY, plan.nbytes
-    target = hosts.number(o.dst_party, o.dst_rank)
     copy_bytes = np.bincount(target[is_copy], weights=nbytes[is_copy], minlength=len(hosts))
-    transfers, code, target = o.take(~is_copy), plan.wire_dtype[~is_copy], target[~is_copy]
-    need = np.bincount(target, weights=nbytes[~is_copy], minlength=len(hosts))
+    transfers, code = o.take(~is_copy), plan.wire_dtype[~is_copy]
+    target, nbytes = target[~is_copy], nbytes[~is_copy]
+    need = np.bincount(target, weights=nbytes, minlength=len(hosts))
     seconds_per_byte = 8e-9 / topology.nic_gbps
     _, host = np.unique(hosts.host, return_inverse=True)
     ranks = np.bincount(host)
@@ -139,9 +143,7 @@ def _bounds(plan: TransferPlan, pair: JoinedPair, hosts: Hosts, topology: Topolo
             cell_host[cell], weights=volumes(size) * ITEMSIZE[boxes.key // tensors % dtypes][cell],
             minlength=ranks.shape[0],
         )  # fmt: skip
-    receivers = np.zeros(ranks.shape[0], dtype=np.int64)
-    inference = np.arange(len(hosts)) >= plan.trainer.world
-    receivers += np.bincount(host[inference], minlength=ranks.shape[0])
+    receivers = np.bincount(host[plan.trainer.world :], minlength=ranks.shape[0])
     nics = np.ones_like(receivers) if topology.nic_per_host else np.maximum(receivers, 1)
     bounds.append(
         Bound(float((host_bytes / nics).max(initial=0.0)) * seconds_per_byte, "what one host needs once, over its NICs")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from weightcast.cli import main
 from weightcast.demo.config import DemoConfig, MegatronConfig, VersionOutcome
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import EngineError, InputError
 
 
 def demo(*arguments: str, work: Path) -> subprocess.CompletedProcess[str]:
@@ -78,6 +81,44 @@ def test_bad_settings_end_at_once(arguments: list[str], message: str, tmp_path: 
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("module", "command", "message"),
+    [
+        ("sglang", ["demo"], "weightcast demo: SGLang is not installed: pip install 'weightcast[sglang]'"),
+        ("ray", ["demo", "--ray"], "weightcast demo: Ray is not installed: pip install 'weightcast[ray]'"),
+        (
+            "megatron.core",
+            ["demo", "--trainer", "megatron"],
+            "weightcast demo: Megatron-Core is not installed: pip install 'weightcast[megatron]'",
+        ),
+        ("ray", ["update", "main", "--version", "1"], "weightcast update: Ray is not installed"),
+    ],
+)
+def test_packages_that_are_not_installed_are_named(
+    module: str,
+    command: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("sglang", "ray", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, None if name == module else Installed(name))
+    work = tmp_path / "work"
+    assert main([*command, *(["--work", str(work)] if command[0] == "demo" else [])]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), work.exists()) == ("", 1, False)
+    assert message in err
+
+
+class Installed(ModuleType):
+    """A module that is there, as far as its spec tells."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+
 def _model(folder: Path, **changes: object) -> Path:
     """The config of the demo's model with some entries changed; its weights are not needed to refuse it."""
     config = {
@@ -136,6 +177,18 @@ def test_expectations_that_are_not_the_trainers_are_a_fault() -> None:
         "version 1: the trainer's own loss is 1.250000, that of its gathered weights 1.260000"
     ]
     assert len(reference_faults(said(float("nan"), 1.26))) == 1
+
+
+def test_a_rank_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightcast.demo import machines
+
+    monkeypatch.setattr(machines, "train", print)  # it takes what a rank takes, and ends
+    with machines.Machines(DemoConfig(work=tmp_path, trainers=1), tmp_path, "token") as here:
+        ranks = here.start_trainers("http://127.0.0.1:1")
+        with pytest.raises(EngineError, match="trainer rank 0 ended without a word, with status 0"):
+            ranks.receive()
+        with pytest.raises(EngineError, match="trainer rank 0 ended without a word"):
+            ranks.send(None)
 
 
 def test_weights_go_to_a_file_and_come_back_to_every_view(tmp_path: Path) -> None:

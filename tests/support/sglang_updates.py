@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from weightcast.adapters.unsharded import PlainSource
 from weightcast.cluster.processes import running, wait_up
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.model import make_model
-from weightcast.demo.processes import server_command, server_environment
+from weightcast.demo.processes import server_launch
 
 __all__ = ["Answer", "Engine", "Stream", "Weights", "start_engine"]
 
@@ -180,11 +179,12 @@ def start_engine(
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-probe\nVersion: 0\n")
     (entry / "entry_points.txt").write_text("[sglang.srt.plugins]\nprobe = sglang_probe.sglang_probe:register\n")
     spec, port, log = ServerConfig("rollout-0", tp, tp), free_port(), work / "server.log"
-    command = server_command(spec, DemoConfig(work=work), model, sys.executable, "127.0.0.1", str(port))
+    launch = server_launch(spec, DemoConfig(work=work), model, token)
+    command = launch.filled("127.0.0.1", port)
     command.remove("--skip-tokenizer-init")
     command[command.index("--max-running-requests") + 1] = str(SLOTS)
     command[command.index("--max-total-tokens") + 1] = "8192"
-    environment = server_environment(spec, token) | {
+    environment = launch.environment | {
         "PYTHONPATH": os.pathsep.join([str(work / "probe"), str(Path(__file__).parent)]),
         COMPILE: str(compile_seconds),
         REPORTS: str(reports),

@@ -18,7 +18,7 @@ from spawn_support import free_port
 from weightcast.cli import main
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.model import make_model, prompt_ids
-from weightcast.demo.processes import ServerProcess, start_gateway
+from weightcast.demo.processes import Server, start_gateway, start_server
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.server.tokens import make_token
 
@@ -48,11 +48,11 @@ def test_the_demo_proves_every_version(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     work = tmp_path_factory.mktemp("server")
     make_model(work / "model")
     config = DemoConfig(work=work)
-    with ServerProcess.start(ServerConfig("rollout-0"), config, work / "model", TOKEN) as started:
+    with start_server(ServerConfig("rollout-0"), config, work / "model", TOKEN) as started:
         started.wait_up(300.0)
         yield started
 
@@ -63,12 +63,12 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def post(server: ServerProcess, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+def post(server: Server, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
     answer = httpx.post(server.url + path, json=body, timeout=120.0, trust_env=False)
     return answer.status_code, answer.json()
 
 
-def init_group(server: ServerProcess, url: str, group: str, world_size: int = 1) -> tuple[int, dict[str, Any]]:
+def init_group(server: Server, url: str, group: str, world_size: int = 1) -> tuple[int, dict[str, Any]]:
     """What comes of a connect: the call says that it began, and when it is made again how it goes on."""
     host, port = url.removeprefix("http://").split(":")
     group = group.replace("CALL", uuid.uuid4().hex[:8]) if group.count("/") == 5 else group
@@ -80,7 +80,7 @@ def init_group(server: ServerProcess, url: str, group: str, world_size: int = 1)
         time.sleep(0.1)
 
 
-def still_serves(server: ServerProcess) -> bool:
+def still_serves(server: Server) -> bool:
     tokens, _, version = server.generate([prompt_ids(Path(), 256)[0]], 4)
     return len(tokens[0]) == 4 and version == "0"
 
@@ -97,7 +97,7 @@ def still_serves(server: ServerProcess) -> bool:
     ],
 )
 def test_a_failed_connect_is_an_answer(
-    server: ServerProcess, gateway: str, group: str, world_size: int, said: str
+    server: Server, gateway: str, group: str, world_size: int, said: str
 ) -> None:
     with GatewayClient(gateway, TOKEN) as client:
         client.create_pair("main", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
@@ -108,14 +108,14 @@ def test_a_failed_connect_is_an_answer(
     assert still_serves(server)
 
 
-def test_a_gateway_that_is_not_there_is_an_answer(server: ServerProcess) -> None:
+def test_a_gateway_that_is_not_there_is_an_answer(server: Server) -> None:
     status, answer = init_group(server, f"http://127.0.0.1:{free_port()}", "weightcast/main/rollout-0/1/retract/CALL")
     assert (status, answer["success"]) == (400, False)
     assert "is it up?" in answer["message"]
     assert still_serves(server)
 
 
-def test_a_transfer_out_of_place_is_an_answer(server: ServerProcess) -> None:
+def test_a_transfer_out_of_place_is_an_answer(server: Server) -> None:
     """Outside a session, and inside one without a group; the session can be closed and the server serves as before."""
     body = {"names": [], "dtypes": [], "shapes": [], "group_name": "weightcast/a/b/1", "load_format": "weightcast"}
     status, answer = post(server, "/update_weights_from_distributed", **body)
@@ -129,14 +129,14 @@ def test_a_transfer_out_of_place_is_an_answer(server: ServerProcess) -> None:
     assert still_serves(server)
 
 
-def test_other_groups_are_left_to_sglang(server: ServerProcess) -> None:
+def test_other_groups_are_left_to_sglang(server: Server) -> None:
     status, answer = post(server, "/destroy_weights_update_group", group_name="somebody-else")
     assert (status, answer["message"]) == (400, "The group to be destroyed does not exist.")
     assert still_serves(server)
 
 
 def test_a_checkpoint_is_loaded_without_a_trainer(
-    server: ServerProcess, gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other weights than the server started with, in several files: it must then say what Transformers says of them."""
     import torch

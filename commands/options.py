@@ -1,0 +1,41 @@
+"""Options and output that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from weightcast.transfer.errors import InputError
+
+__all__ = ["Commands", "add_gateway_option", "read_file", "show_update"]
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_gateway_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every command that asks a gateway."""
+    parser.add_argument(
+        "--gateway", default="http://127.0.0.1:8900", metavar="URL", help="the token is WEIGHTCAST_TOKEN"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file. Raises InputError for one that cannot be read."""
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def show_update(version: int, instances: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
+    """Prints a version that every instance serves: the gateway's record of each, as JSON or a line each."""
+    if as_json:
+        print(json.dumps({"version": version, "instances": instances}))
+        return
+    for name, record in instances.items():
+        regions = record["verified"]["regions"]
+        print(f"{name}: version {version}, {regions} regions verified, {record['seconds']:.2f} s")
