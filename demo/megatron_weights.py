@@ -72,7 +72,7 @@ def gather_weights(model: Any, target: Tensors) -> None:
         return
     with torch.no_grad():
         for tensor in target.values():
-            tensor.fill_(torch.nan)  # shows in the loss where no rank has a part
+            tensor.fill_(torch.nan)
         for part in itertools.chain(*everyone):
             views = _rows(part, target, groups)
             rows = torch.cat(views)
@@ -81,6 +81,9 @@ def gather_weights(model: Any, target: Tensors) -> None:
                 piece.copy_(content)
             for view, content in zip(views, rows.split([len(view) for view in views]), strict=True):
                 view.copy_(content)
+    holes = [name for name, tensor in target.items() if tensor.isnan().any()]
+    if holes:
+        raise InputError(f"{len(holes)} parameters have values that are no number, or are on no rank: {holes[0]!r}")
 
 
 def _parts(model: Any) -> list[_Part]:
