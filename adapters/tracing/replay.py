@@ -7,15 +7,18 @@ same values at every run: it begins with parameters as the loader left them, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from weightcast.adapters.tracing.provenance import storage_id
 
 __all__ = [
+    "CONSTANTS",
+    "EMPTY",
     "NotReplayableError",
     "Operand",
     "Recipe",
@@ -24,16 +27,18 @@ __all__ = [
     "check_order",
     "copy_step",
     "operand_of",
+    "operator_name",
     "tensors_in",
 ]
 
 aten = torch.ops.aten
 
+CONSTANTS = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _MOVES = {
     *("_to_copy", "cat", "stack", "constant_pad_nd", "repeat", "index_select", "index", "gather", "flip", "roll"),
     *("copy_", "_foreach_copy_", "fill_", "zero_", "arange", "linspace", "tril", "triu", "amax", "amin"),
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"),
-    *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "eye"),
+    *("scalar_tensor", "eye", *CONSTANTS, *EMPTY),
 }
 """Operators beside torch's pointwise ones that give the same bits for the same inputs, on every device."""
 
@@ -84,12 +89,12 @@ class RecordedStep:
     @property
     def name(self) -> str:
         """The operator's name without namespace and overload."""
-        return str(self.operator._schema.name).rpartition("::")[2]
+        return operator_name(self.operator)
 
     def reads(self) -> Iterator[Operand]:
         """The operands whose values the step needs."""
         targets = self.overwritten()
-        for operand in _operands([*self.args, *self.kwargs.values()]):
+        for operand in _operands((self.args, self.kwargs)):
             if not any(operand is r for r in targets):
                 yield operand
 
@@ -108,35 +113,6 @@ class Tape:
     steps: list[RecordedStep] = field(default_factory=list)
     logical: dict[int, str] = field(default_factory=dict)
     loaded: int = 0
-
-    def record(
-        self,
-        operator: Any,
-        args: Any,
-        kwargs: Any,
-        *,
-        written: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor | None],
-        is_live: Callable[[torch.Tensor], bool],
-        order: int,
-    ) -> None:
-        """Adds a step; `is_live` is True for a tensor whose storage was there before the recording."""
-        operands: dict[int, Operand] = {}
-
-        def operand(t: torch.Tensor) -> Operand:
-            if id(t) not in operands:
-                operands[id(t)] = _operand(t, is_live(t))
-            return operands[id(t)]
-
-        step = RecordedStep(
-            operator,
-            tuple(_map(args, torch.Tensor, operand)),
-            {name: _map(value, torch.Tensor, operand) for name, value in kwargs.items()},
-            tuple(operand(t) for t in written),
-            tuple(None if t is None else operand(t) for t in results),
-            order,
-        )
-        self.steps.append(step)
 
     def behind(self, storages: Iterable[int], steps: Sequence[RecordedStep]) -> list[RecordedStep]:
         """The part of `steps`, in order, that the final content of some storages depends on."""
@@ -199,7 +175,7 @@ class Recipe:
         needs = {r.storage for r in results}
         self._done: list[set[int]] = [set() for _ in self._steps]
         for step, storages in zip(reversed(self._steps), reversed(self._done), strict=True):
-            uses = {o.storage for o in _operands([*step.args, *step.kwargs.values(), step.results]) if o.live is None}
+            uses = {o.storage for o in _operands((step.args, step.kwargs, step.results)) if o.live is None}
             storages |= uses - needs
             needs |= uses
 
@@ -220,10 +196,9 @@ class Recipe:
         # Parameters of engines that were made in inference mode can only be written in it.
         with torch.inference_mode():
             for step, storages in zip(self._steps, self._done, strict=True):
-                out = step.operator(
-                    *_map(step.args, Operand, tensor), **{k: _map(v, Operand, tensor) for k, v in step.kwargs.items()}
-                )
-                for t, output in zip(tensors_in([out]) if step.results else (), step.results, strict=True):
+                args, kwargs = tree_map_only(Operand, tensor, (step.args, step.kwargs))
+                out = step.operator(*args, **kwargs)
+                for t, output in zip(tensors_in(out) if step.results else (), step.results, strict=True):
                     if output is None:
                         continue
                     if (tuple(t.shape), t.dtype) != (output.size, output.dtype) or tuple(t.stride()) != output.stride:
@@ -239,25 +214,22 @@ class Recipe:
 
 def copy_step(source: Operand, target: torch.Tensor) -> RecordedStep:
     """The step that copies an output of other steps into memory that is there."""
-    destination = _operand(target, live=True)
+    destination = operand_of(target, live=True)
     return RecordedStep(aten.copy_.default, (destination, source), {}, (destination,), (None,), 0)
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results, and in lists among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, however deep in lists and dicts."""
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def operator_name(operator: Any) -> str:
+    """The name of an operator without namespace and overload."""
+    return str(operator._schema.name).rpartition("::")[2]
 
 
 def operand_of(t: torch.Tensor, live: bool = False) -> Operand:
     """The operand of a tensor: of one that a step of a tape made, or of `live` memory."""
-    return _operand(t, live)
-
-
-def _operand(t: torch.Tensor, live: bool) -> Operand:
     return Operand(
         storage_id(t),
         tuple(t.shape),
@@ -270,21 +242,8 @@ def _operand(t: torch.Tensor, live: bool) -> Operand:
     )
 
 
-def _operands(values: Sequence[Any]) -> Iterator[Operand]:
-    for value in values:
-        if isinstance(value, Operand):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _operands(value)
-
-
-def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The arguments of an operator with every value of type `kind` changed, in lists, too."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([_map(v, kind, change) for v in value])
-    return value
+def _operands(values: object) -> list[Operand]:
+    return [value for value in tree_leaves(values) if isinstance(value, Operand)]
 
 
 def _is_deterministic(step: RecordedStep) -> bool:
