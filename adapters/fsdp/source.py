@@ -159,16 +159,12 @@ def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
 
     cuts: list[list[Cut]] = [[] for _ in range(tensor.dim())]
     for mesh_dim, placement in enumerate(tensor.placements):
-        ranks = tensor.device_mesh.size(mesh_dim)
-        if isinstance(placement, _StridedShard):
-            split = int(placement.split_factor)
-        elif isinstance(placement, Shard):
-            split = 1
-        elif isinstance(placement, Replicate):
+        if isinstance(placement, Replicate):
             continue
-        else:
+        if not isinstance(placement, (Shard, _StridedShard)):
             raise _refused(name, tensor, f"{placement} holds no values of the parameter; redistribute it first")
-        cuts[placement.dim].append(Cut(ranks, coordinate[mesh_dim], split))
+        split = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        cuts[placement.dim].append(Cut(tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim], split))
     return cuts
 
 

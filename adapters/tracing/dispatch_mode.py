@@ -38,7 +38,7 @@ from weightcast.adapters.tracing.replay import (
     operator_name,
     tensors_in,
 )
-from weightcast.adapters.tracing.strided import Base, Box, Copy, NotABoxError, align
+from weightcast.adapters.tracing.strided import Box, Copy, NotABoxError, align
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout.dtypes import to_torch
 from weightcast.transfer.layout.tables import TensorSpec
@@ -69,8 +69,7 @@ class LoaderMode(TorchDispatchMode):
         self._recorder = recorder
         self._records: dict[int, Record] = {}
         self._temporaries: dict[int, Temporary] = {}
-        self._logical: dict[str, Base] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._logical: dict[str, Record] = {}
         self._parameters: dict[int, list[str]] = {}
         for name, t in recorder.parameters.items():
             self._parameters.setdefault(storage_id(t), []).append(name)
@@ -78,13 +77,12 @@ class LoaderMode(TorchDispatchMode):
     def logical(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
         self.current = name
-        dtype = self._dtypes[name] = to_torch(spec.dtype)
         self._is_input = True
-        t = torch.empty(spec.shape, dtype=dtype, device="meta")
+        t = torch.empty(spec.shape, dtype=to_torch(spec.dtype), device="meta")
         self._is_input = False
-        base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
+        base = as_allocated(t)
         piece = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
-        self._records[storage_id(t)] = Record(base, dtype, [piece], alive=_weakly(t))
+        self._records[storage_id(t)] = self._logical[name] = Record(base, t.dtype, [piece], alive=_weakly(t))
         self.tape.logical[storage_id(t)] = name
         return t
 
@@ -223,8 +221,8 @@ class LoaderMode(TorchDispatchMode):
             if name is None:
                 self._recorder.filled(parameter, copy)
                 continue
-            check_lossless(self._dtypes[name], dtypes, t.dtype)
-            self._recorder.copied(parameter, name, self._logical[name], copy)
+            check_lossless(self._logical[name].dtype, dtypes, t.dtype)
+            self._recorder.copied(parameter, name, self._logical[name].base, copy)
 
     def _copies(
         self, dst: torch.Tensor, src: torch.Tensor | None

@@ -171,16 +171,13 @@ class Recipe:
     """Steps that recompute tensors in place, and those of their results that are bound to something afterwards."""
 
     def __init__(self, steps: Sequence[RecordedStep], results: Sequence[Operand] = ()) -> None:
-        self._steps, self._results = tuple(steps), tuple(results)
+        self.steps, self._results = tuple(steps), tuple(results)
         needs = {r.storage for r in results}
-        self._done: list[set[int]] = [set() for _ in self._steps]
-        for step, storages in zip(reversed(self._steps), reversed(self._done), strict=True):
+        self._done: list[set[int]] = [set() for _ in self.steps]
+        for step, storages in zip(reversed(self.steps), reversed(self._done), strict=True):
             uses = {o.storage for o in _operands((step.args, step.kwargs, step.results)) if o.live is None}
             storages |= uses - needs
             needs |= uses
-
-    def __len__(self) -> int:
-        return len(self._steps)
 
     def run(self) -> list[torch.Tensor]:
         """Runs the steps; returns the tensors of `results`. What a step makes is freed after its last use."""
@@ -195,7 +192,7 @@ class Recipe:
 
         # Parameters of engines that were made in inference mode can only be written in it.
         with torch.inference_mode():
-            for step, storages in zip(self._steps, self._done, strict=True):
+            for step, storages in zip(self.steps, self._done, strict=True):
                 args, kwargs = tree_map_only(Operand, tensor, (step.args, step.kwargs))
                 out = step.operator(*args, **kwargs)
                 for t, output in zip(tensors_in(out) if step.results else (), step.results, strict=True):
