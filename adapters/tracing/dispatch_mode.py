@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from weightcast.adapters.tracing.provenance import (
     Piece,
@@ -34,6 +33,7 @@ from weightcast.adapters.tracing.replay import (
     Operand,
     RecordedStep,
     Tape,
+    mapped,
     operand_of,
     operator_name,
     tensors_in,
@@ -114,7 +114,7 @@ class LoaderMode(TorchDispatchMode):
                 operands[id(t)] = operand_of(t, is_live)
             return operands[id(t)]
 
-        step_args, step_kwargs = tree_map_only(torch.Tensor, operand, (args, kwargs))
+        step_args, step_kwargs = mapped((args, kwargs), torch.Tensor, operand)
         written_operands = tuple(operand(t) for t in written)
         result_operands = tuple(None if t is None else operand(t) for t in results)
         step = RecordedStep(func, step_args, step_kwargs, written_operands, result_operands, self._recorder.order)
@@ -130,7 +130,7 @@ class LoaderMode(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        arguments = tensors_in((args, kwargs))
+        arguments = tensors_in([*args, *kwargs.values()])
         written = _written(func, args, kwargs)
         if written:
             return self._mutate(func, args, kwargs, arguments, written)
@@ -148,7 +148,7 @@ class LoaderMode(TorchDispatchMode):
     def _mutate(
         self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], targets: dict[frozenset[str], Any]
     ) -> Any:
-        written = tensors_in(list(targets.values()))
+        written = tensors_in(targets.values())
         reads_placeholders = any(self._is_known(t) for t in arguments)
         if not reads_placeholders and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
@@ -411,13 +411,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> dict[frozenset[str], Any]:
 def _results(out: Any, arguments: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """The tensors that an operator returns, None for a view of an argument."""
     inputs = {storage_id(t) for t in arguments}
-    return [None if storage_id(t) in inputs else t for t in tensors_in(out)]
+    return [None if storage_id(t) in inputs else t for t in tensors_in([out])]
 
 
 def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the meta device, whatever device it names."""
     options = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items() if k != "pin_memory"}
-    meta_args, meta_options = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, options))
+    meta_args, meta_options = mapped((args, options), torch.Tensor, lambda t: t.to("meta"))
     return func(*meta_args, **meta_options)
 
 

@@ -7,12 +7,12 @@ same values at every run: it begins with parameters as the loader left them, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from weightcast.adapters.tracing.provenance import storage_id
 
@@ -26,6 +26,7 @@ __all__ = [
     "Tape",
     "check_order",
     "copy_step",
+    "mapped",
     "operand_of",
     "operator_name",
     "tensors_in",
@@ -193,9 +194,9 @@ class Recipe:
         # Parameters of engines that were made in inference mode can only be written in it.
         with torch.inference_mode():
             for step, storages in zip(self.steps, self._done, strict=True):
-                args, kwargs = tree_map_only(Operand, tensor, (step.args, step.kwargs))
+                args, kwargs = mapped((step.args, step.kwargs), Operand, tensor)
                 out = step.operator(*args, **kwargs)
-                for t, output in zip(tensors_in(out) if step.results else (), step.results, strict=True):
+                for t, output in zip(tensors_in([out]) if step.results else (), step.results, strict=True):
                     if output is None:
                         continue
                     if (tuple(t.shape), t.dtype) != (output.size, output.dtype) or tuple(t.stride()) != output.stride:
@@ -215,9 +216,22 @@ def copy_step(source: Operand, target: torch.Tensor) -> RecordedStep:
     return RecordedStep(aten.copy_.default, (destination, source), {}, (destination,), (None,), 0)
 
 
-def tensors_in(values: object) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results, however deep in lists and dicts."""
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments or results, and in lists among them."""
+    nested = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return [item for items in nested for item in items if isinstance(item, torch.Tensor)]
+
+
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The arguments of an operator with every value of type `kind` changed, in lists and dicts, too."""
+    # As torch's `tree_map_only`, which takes as long as all other work on an operator.
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(v, kind, change) for v in value])
+    if isinstance(value, dict):
+        return {k: mapped(v, kind, change) for k, v in value.items()}
+    return value
 
 
 def operator_name(operator: Any) -> str:
