@@ -51,6 +51,7 @@ _COPIES = {aten.clone.default, aten._to_copy.default}
 _COPY_IN_PLACE = {aten.copy_.default, aten.fill_.Tensor}
 _FILLS = {aten.fill_.Scalar, aten.zero_.default}
 _NO_DATA = CONSTANTS | EMPTY | {"rand_like", "randn_like"}
+Targets = list[tuple[frozenset[str], Any]]
 _ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
 
 
@@ -145,10 +146,8 @@ class LoaderMode(TorchDispatchMode):
 
     # Operators that write
 
-    def _mutate(
-        self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], targets: dict[frozenset[str], Any]
-    ) -> Any:
-        written = tensors_in(targets.values())
+    def _mutate(self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], targets: Targets) -> Any:
+        written = tensors_in(value for _, value in targets)
         reads_placeholders = any(self._is_known(t) for t in arguments)
         if not reads_placeholders and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
@@ -176,17 +175,17 @@ class LoaderMode(TorchDispatchMode):
             self._elsewhere.update(storages)
         return self._returned(func, targets)
 
-    def _returned(self, func: Any, targets: dict[frozenset[str], Any]) -> Any:
+    def _returned(self, func: Any, targets: Targets) -> Any:
         """The results of a swallowed operator: the arguments that its schema says it returns."""
-        values = []
+        by_alias, values = dict(targets), []
         for output in func._schema.returns:
             key = frozenset(output.alias_info.before_set) if output.alias_info is not None else None
-            if key not in targets:
+            if key not in by_alias:
                 raise DescribeError(
                     f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and "
                     "computes at once; it cannot be traced"
                 )
-            values.append(targets[key])
+            values.append(by_alias[key])
         return None if not values else values[0] if len(values) == 1 else tuple(values)
 
     def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
@@ -396,16 +395,16 @@ class LoaderMode(TorchDispatchMode):
         return frozenset(names)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> dict[frozenset[str], Any]:
-    """The arguments that an operator writes, by the alias that its schema gives them."""
+def _written(func: Any, args: Any, kwargs: Any) -> Targets:
+    """The arguments that an operator writes, each with the alias that its schema gives it; that of lists is empty."""
     if not func._schema.is_mutable:
-        return {}
-    values = {}
+        return []
+    targets = []
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
-            values[frozenset(argument.alias_info.before_set)] = value
-    return values
+            targets.append((frozenset(argument.alias_info.before_set), value))
+    return targets
 
 
 def _results(out: Any, arguments: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
