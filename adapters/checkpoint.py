@@ -7,6 +7,7 @@ data.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
@@ -51,11 +52,8 @@ def stored_tensors(model_path: str | os.PathLike[str]) -> dict[str, StoredTensor
         raise LayoutError(f"checkpoint {str(folder)!r} is not a directory; give the folder of its safetensors files")
     index = folder / INDEX
     weight_map = _read_index(index) if index.is_file() else None
-    names = (
-        sorted(set(weight_map.values()))
-        if weight_map is not None
-        else sorted(p.name for p in folder.glob("*.safetensors"))
-    )
+    files = (p.name for p in folder.glob("*.safetensors")) if weight_map is None else weight_map.values()
+    names = sorted(set(files))
     if not names:
         raise LayoutError(f"checkpoint {str(folder)!r} has no *.safetensors file")
     tensors: dict[str, StoredTensor] = {}
@@ -98,8 +96,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
             if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise LayoutError(
                     f"{str(path)!r} has {size} bytes and claims a header of {length}, at most {MAX_HEADER_BYTES} are "
-                    "read; "
-                    "it is cut off or no safetensors file"
+                    "read; it is cut off or no safetensors file"
                 )
             header = _object(file.read(length), str(path))
     except OSError as error:
@@ -146,9 +143,7 @@ def _spec(name: str, entry: Any, data: int, where: str) -> TensorSpec:
         raise LayoutError(
             f"{where!r}: tensor {name!r} has data_offsets {str(span)[:80]}, not inside the {data} bytes of data"
         )
-    nbytes = int(ITEMSIZE[dtype_code(SAFETENSORS[dtype])])
-    for n in shape:
-        nbytes *= n
+    nbytes = int(ITEMSIZE[dtype_code(SAFETENSORS[dtype])]) * math.prod(shape)
     if span[1] - span[0] != nbytes:
         raise LayoutError(
             f"{where!r}: tensor {name!r} of {dtype} {shape} takes {nbytes} bytes, data_offsets say {span[1] - span[0]}"

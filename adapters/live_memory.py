@@ -1,8 +1,8 @@
-"""Checks that a parameter is ordinary strided memory, which a source can read where it lies."""
+"""The tensors of a model that belong into a checkpoint, and the memory that each of them is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from weightcast.transfer.errors import DescribeError
@@ -10,7 +10,24 @@ from weightcast.transfer.errors import DescribeError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["plain_memory", "this_rank"]
+__all__ = ["byte_span", "checkpoint_tensors", "plain_memory", "this_rank"]
+
+
+def checkpoint_tensors(model: torch.nn.Module, remove_duplicate: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then persistent buffers, by name; those that are tied under each of their names."""
+    yield from model.named_parameters(remove_duplicate=remove_duplicate)
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{path}.{key}".removeprefix("."), buffer
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The storage of a tensor, and the bytes there from its first element to the end of its last one."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    return int(tensor.untyped_storage()._cdata), start, start + extent * size
 
 
 def plain_memory(tensor: torch.Tensor, refused: Callable[[str], DescribeError]) -> torch.Tensor:

@@ -113,5 +113,4 @@ def _layer_of(name: str, layers: Mapping[str, Any]) -> str | None:
 
 def _without_wrappers(name: str, layers: Mapping[str, Any]) -> str:
     parts = name.split(".")
-    flags = (part == "base_layer" and ".".join(parts[:i]) in layers for i, part in enumerate(parts))
-    return ".".join(part for part, skip in zip(parts, flags, strict=True) if not skip)
+    return ".".join(part for i, part in enumerate(parts) if part != "base_layer" or ".".join(parts[:i]) not in layers)

@@ -25,7 +25,7 @@ from weightcast.adapters.fsdp.transformers_names import (
     transformers_names,
     unchanged_names,
 )
-from weightcast.adapters.live_memory import plain_memory, this_rank
+from weightcast.adapters.live_memory import checkpoint_tensors, plain_memory, this_rank
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 from weightcast.transfer.layout.tables import LayoutNotes
@@ -159,16 +159,12 @@ def _cuts(name: str, tensor: Any, coordinate: Sequence[int]) -> list[list[Cut]]:
 
     cuts: list[list[Cut]] = [[] for _ in range(tensor.dim())]
     for mesh_dim, placement in enumerate(tensor.placements):
-        ranks = tensor.device_mesh.size(mesh_dim)
-        if isinstance(placement, _StridedShard):
-            split = int(placement.split_factor)
-        elif isinstance(placement, Shard):
-            split = 1
-        elif isinstance(placement, Replicate):
+        if isinstance(placement, Replicate):
             continue
-        else:
+        if not isinstance(placement, (Shard, _StridedShard)):
             raise _refused(name, tensor, f"{placement} holds no values of the parameter; redistribute it first")
-        cuts[placement.dim].append(Cut(ranks, coordinate[mesh_dim], split))
+        split = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        cuts[placement.dim].append(Cut(tensor.device_mesh.size(mesh_dim), coordinate[mesh_dim], split))
     return cuts
 
 
@@ -206,13 +202,8 @@ def _reshard(model: nn.Module) -> None:
 
 def _checkpoint_tensors(model: nn.Module, lora: LoraMode | None) -> Adapted:
     """Parameters and persistent buffers that belong into a checkpoint, by cleaned name, tied ones once."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        buffers = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for key, tensor in itertools.chain(module._parameters.items(), buffers.items()):
-            if tensor is not None:
-                tensors[clean_name(f"{path}.{key}" if path else key)] = tensor
-    tensors, adapter = split_adapters(model, tensors, lora)
+    named_tensors = {clean_name(name): tensor for name, tensor in checkpoint_tensors(model)}
+    tensors, adapter = split_adapters(model, named_tensors, lora)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         tensors.pop(name, None)
     _check_ties(model, tensors)
@@ -225,24 +216,18 @@ def _tied_names(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> set[st
     names_of = defaultdict(list)
     for name, tensor in tensors.items():
         names_of[id(tensor)].append(name)
-    patterns = _tied_patterns(model)
+    patterns = [
+        clean_name(f"{path}.{key}".removeprefix("."))
+        for path, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
     tied_names: set[str] = set()
     for names in names_of.values():
-        if len(names) == 1:
-            continue
         candidates = [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
         # As in save_pretrained: targets of a tie are left out; where all are targets, the last in order stays.
         checkpoint_name = candidates[0] if candidates else max(names)
         tied_names.update(name for name in names if name != checkpoint_name)
     return tied_names
-
-
-def _tied_patterns(model: nn.Module) -> list[str]:
-    patterns = []
-    for path, module in model.named_modules():
-        for key in getattr(module, "_tied_weights_keys", None) or ():
-            patterns.append(clean_name(f"{path}.{key}" if path else key))
-    return patterns
 
 
 def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,12 +9,12 @@ refused, not guessed.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightcast.transfer.errors import DescribeError
 
@@ -75,11 +75,7 @@ def transformers_names(model: Any) -> NameMap:
 
     The map raises DescribeError naming the parameter or logical tensor that cannot be followed.
     """
-
-    def names(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[Part, ...]]:
-        return _traced(model, shapes)
-
-    return names
+    return partial(_traced, model)
 
 
 def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Part, ...]]:
@@ -138,8 +134,7 @@ def check_parts(parts: Mapping[str, tuple[Part, ...]], shapes: Mapping[str, tupl
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Box:
+class _Box(NamedTuple):
     """A piece of a written tensor: `view` of some storage at `offset` of the tensor."""
 
     offset: tuple[int, ...]
@@ -155,7 +150,7 @@ def _boxes_of(view: torch.Tensor, joined: Mapping[int, tuple[torch.Tensor, list[
         return
     for piece in pieces:
         for inner in _boxes_of(piece.view, joined):
-            yield replace(inner, offset=tuple(a + b for a, b in zip(piece.offset, inner.offset, strict=True)))
+            yield _Box(tuple(a + b for a, b in zip(piece.offset, inner.offset, strict=True)), inner.view)
 
 
 def _part(tensor: str, shape: tuple[int, ...], box: _Box, parameter: tuple[int, ...]) -> Part | None:
@@ -195,7 +190,7 @@ def _follower() -> Any:
             super().__init__()  # type: ignore[no-untyped-call]
             self.joined: dict[int, tuple[torch.Tensor, list[_Box]]] = {}
             # A storage that is freed may give its address to another, so results live as long as the trace.
-            self.kept: list[Any] = []
+            self.results: list[Any] = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
@@ -206,20 +201,17 @@ def _follower() -> Any:
             output = func(*args, **kwargs)
             if func in (aten.cat.default, aten.stack.default):
                 self._remember(output, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), func)
-            self.kept.append(output)
+            self.results.append(output)
             return output
 
-        def _remember(self, made: torch.Tensor, pieces: list[torch.Tensor], dim: int, func: Any) -> None:
-            dim %= made.dim()
+        def _remember(self, output: torch.Tensor, pieces: list[torch.Tensor], dim: int, func: Any) -> None:
+            dim %= output.dim()
             if func is aten.stack.default:
                 pieces = [piece.unsqueeze(dim) for piece in pieces]
-            offsets = [0, *itertools.accumulate(piece.shape[dim] for piece in pieces)]
-            self.joined[_storage(made)] = (
-                made,
-                [
-                    _Box(tuple(offset if d == dim else 0 for d in range(made.dim())), piece)
-                    for offset, piece in zip(offsets, pieces, strict=False)
-                ],
-            )
+            boxes, offset = [], [0] * output.dim()
+            for piece in pieces:
+                boxes.append(_Box(tuple(offset), piece))
+                offset[dim] += piece.shape[dim]
+            self.joined[_storage(output)] = (output, boxes)
 
     return Follow()

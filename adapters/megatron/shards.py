@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weightcast.adapters.live_memory import plain_memory, this_rank
+from weightcast.adapters.live_memory import byte_span, checkpoint_tensors, plain_memory, this_rank
 from weightcast.transfer.errors import DescribeError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class LiveMemory:
     """The parameters and persistent buffers of a chunk, and the bytes of each that shards have claimed."""
 
     def __init__(self, chunk: nn.Module) -> None:
-        self._tensors: list[tuple[str, torch.Tensor]] = list(_checkpoint_tensors(chunk))
+        self._tensors: list[tuple[str, torch.Tensor]] = list(checkpoint_tensors(chunk, remove_duplicate=True))
         self._claimed = [0] * len(self._tensors)
         self._seen: set[tuple[int, int, int]] = set()
         by_storage: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -102,19 +102,19 @@ class LiveMemory:
             view = _plain(name, tensor)
             if not view.is_contiguous():
                 raise refused(name, f"its strides {view.stride()} are not those of a whole tensor")
-            storage, start, size = _place(view)
-            by_storage[storage].append((start, start + size, index))
+            storage, start, end = byte_span(view)
+            by_storage[storage].append((start, end, index))
         self._by_storage = {storage: sorted(places) for storage, places in by_storage.items()}
 
     def claim(self, shard: Shard) -> None:
         """Counts a shard towards the tensor that it is a view of. Raises DescribeError when there is none."""
-        storage, start, size = span = _place(shard.data)
+        storage, start, end = span = byte_span(shard.data)
         places = self._by_storage.get(storage, [])
         index = bisect.bisect_right(places, (start, float("inf"))) - 1
-        if size and (index < 0 or start + size > places[index][1]):
+        if start < end and (index < 0 or end > places[index][1]):
             raise refused(shard.name, "sharded_state_dict() gives a copy of it; only live memory can be sent")
         # An embedding that is tied inside a chunk is one memory with two entries.
-        if size and span not in self._seen:
+        if start < end and span not in self._seen:
             self._seen.add(span)
             self._claimed[places[index][2]] += shard.data.nbytes
 
@@ -124,22 +124,6 @@ class LiveMemory:
             if nbytes != tensor.nbytes:
                 raise refused(name, f"sharded_state_dict() accounts for {nbytes} of its {tensor.nbytes} bytes")
         return sum(tensor.nbytes for _, tensor in self._tensors)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The span of a tensor: (storage, first byte in it, bytes from the first to the last element)."""
-    size = tensor.element_size()
-    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset()) * size, extent * size
-
-
-def _checkpoint_tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers, each once."""
-    yield from chunk.named_parameters()
-    for path, module in chunk.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{path}.{key}" if path else key, buffer
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Everything that an SGLang server keeps that its weights have computed, and its fate when they change.
+"""Everything that an SGLang server keeps that its weights have computed: dropped, keyed by version, or refused.
 
-`INVENTORY` lists it, from reading SGLang 0.5.23. An entry is dropped on every rank before a version is stamped, keyed
-by version, or copied anew. Or it is refused when the rank connects, or does not depend on weights.
+`docs/engines.md` lists it, from reading SGLang 0.5.23. It is dropped on every rank before a version is stamped, keyed
+by version, or copied anew. Or it is refused when the rank connects.
 
     refuse_settings(scheduler, pause, stages)     # at connect and before each transfer
     drop_caches(scheduler)                        # before a transfer, and once more when it is over
@@ -14,7 +14,7 @@ lost nothing, and is asked again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from weightcast.adapters.sglang.experts import attribute, sglang_version
 from weightcast.transfer.errors import DescribeError, PairStateError
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BUSY",
-    "INVENTORY",
     "SETTINGS",
-    "Kept",
     "Prefixes",
     "Setting",
     "drop_caches",
@@ -39,56 +37,6 @@ __all__ = [
 
 BUSY = "busy: "
 """Begins the message of a refusal that holds only until requests under way have ended: ask again."""
-
-Fate = Literal["dropped", "keyed", "refreshed", "refused", "independent"]
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Something that SGLang keeps between requests.
-
-    `place` is the path of its module or attribute under `sglang.srt`. `fate` is its fate at an update, `by` says how or
-    why.
-    """
-
-    name: str
-    place: str
-    fate: Fate
-    by: str
-
-
-INVENTORY = (
-    Kept("KV cache and its radix tree", "managers.scheduler.Scheduler.tree_cache", "dropped", "flush_cache"),
-    Kept("the same, with pause in_place", "managers.scheduler.Scheduler.tree_cache", "keyed", "extra_key of requests"),
-    Kept("sliding-window, Mamba states", "mem_cache.unified_radix_cache.UnifiedRadixCache", "dropped", "flush_cache"),
-    Kept("KV of streaming sessions", "session.streaming_session.StreamingSession.slots", "dropped", "flush_cache"),
-    Kept("HiCache, host memory", "managers.cache_controller.HiCacheController.mem_pool_host", "dropped", "flush_cache"),
-    Kept("HiCache, storage", "managers.cache_controller.HiCacheController.storage_backend", "refused", "setting"),
-    Kept("LMCache", "mem_cache.storage.lmcache", "refused", "setting"),
-    Kept("FlexKV", "mem_cache.storage.flexkv", "refused", "setting"),
-    Kept("linked external cache", "mem_cache.unified_cache.unified_cache_linker", "refused", "setting"),
-    Kept("prefix cache of a plugin", "mem_cache.registry", "refused", "setting"),
-    Kept("KV of other engines (PD)", "disaggregation", "refused", "setting"),
-    Kept("host KV of sparse attention", "managers.scheduler.Scheduler.hisparse_coordinator", "refused", "setting"),
-    Kept("image and audio embeddings", "managers.mm_schedule.embedding_cache", "dropped", "clear"),
-    Kept("embeddings shared by servers", "mem_cache.embedding_cache_controller", "refused", "setting"),
-    Kept("embeddings of encoder servers", "managers.scheduler.Scheduler.mm_receiver", "refused", "setting"),
-    Kept("interpolated positions (MoonViT)", "models.kimi_vl_moonvit.Learnable2DInterpPosEmb", "dropped", "clear"),
-    Kept("interpolated positions (PaddleOCR)", "models.paddleocr_vl.SiglipVisionEmbeddings", "dropped", "clear"),
-    Kept("router bias in another dtype", "layers.moe.topk.TopKConfig", "refreshed", "copied anew at its address"),
-    Kept("norms in another dtype (Inkling)", "models.inkling_common.attn", "refused", "once computed"),
-    Kept("norms in another dtype (Hunyuan)", "models.hunyuan_v3", "refused", "once computed"),
-    Kept("split router (Muse Spark)", "models.muse_spark", "refused", "once computed"),
-    Kept("gates of FlashInfer's KDA", "layers.attention.linear.kernels.kda_flashinfer", "refused", "once computed"),
-    Kept("draft model and its caches", "managers.scheduler.Scheduler.draft_worker", "refused", "speculative decoding"),
-    Kept("n-gram corpora", "managers.scheduler.Scheduler.external_corpus_manager", "independent", "token ids alone"),
-    Kept("compiled grammars", "constrained.grammar_manager.GrammarManager", "independent", "schemas, tokenizer alone"),
-    Kept("preprocessed images", "multimodal.cache.preprocess_cache", "independent", "pixels and processor alone"),
-    Kept("rotary tables", "layers.rotary_embedding", "independent", "positions and configuration alone"),
-    Kept("CUDA graphs", "model_executor", "independent", "addresses, which an update keeps"),
-    Kept("expert statistics", "eplb.expert_distribution", "independent", "never an input of an answer"),
-)
-"""Everything that weights could determine and a later request could meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +124,7 @@ def poll_copies(scheduler: Any) -> None:
 
 
 def drop_caches(scheduler: Any) -> None:
-    """Empties every cache of this rank that is "dropped" in `INVENTORY`.
+    """Empties every cache of this rank that can be emptied.
 
     Called at the same request on all ranks, in their loops. Raises PairStateError. Its message begins with `BUSY` where
     the rank may be asked again, and then some caches may be left.

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightcast.adapters.checkpoint import read_headers
+from weightcast.adapters.live_memory import byte_span, checkpoint_tensors, this_rank
 from weightcast.adapters.sglang.experts import (
     ExpertLayer,
     attribute,
@@ -25,14 +27,15 @@ from weightcast.adapters.sglang.experts import (
     read_placement,
     sglang_version,
 )
-from weightcast.adapters.sglang.slots import Held, describe_global, describe_slots
+from weightcast.adapters.sglang.slots import ExpertParameter, Held, describe_global, describe_slots
 from weightcast.adapters.tracing.coverage import check_coverage
 from weightcast.adapters.tracing.recorder import Fill, TracedRegion
+from weightcast.adapters.tracing.strided import Box, intersect
 from weightcast.adapters.tracing.trace import Trace, trace_loader
 from weightcast.transfer.errors import DescribeError, StalePlanError, UpdateError
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 from weightcast.transfer.layout.placement import RankPlacement
-from weightcast.transfer.layout.tables import NO_SLOT, LayoutNotes, TensorSpec
+from weightcast.transfer.layout.tables import LayoutNotes, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +84,7 @@ class SglangSink:
         """The sink of a `ModelRunner`. Without `catalog` the headers of the server's model path are read."""
         if catalog is None:
             catalog = read_headers(attribute(attribute(runner, "model_config"), "model_path"))
-        return cls(attribute(runner, "model"), catalog, rank=_world_rank())
+        return cls(attribute(runner, "model"), catalog, rank=this_rank())
 
     def placement(self) -> RankPlacement | None:
         """The placement as SGLang's map has it now; None for a model without expert layers. Cheap, and copied."""
@@ -126,12 +129,13 @@ class SglangSink:
         builder, padding = LayoutBuilder(), 0
         writes = _by_parameter(trace)
         names = [name for name in tensors if name in required or name in writes]
-        experts = {f"{m.name}.": m for m in layers}
+        experts = {m.name: m for m in layers}
         for name in names:
-            regions, fills = self._held(name, tensors[name], writes.get(name, _Writes([], [])), experts, placement)
+            regions, fills = self._held(name, tensors[name], writes[name], experts, placement)
             boxes = [r.box for r in regions]
             padding += check_coverage(name, tensors[name].shape, boxes, fills) * tensors[name].itemsize
-            self._add(builder, regions)
+            for r in regions:
+                builder.add(r.tensor, self._catalog[r.tensor].shape, r.offset, r.view, r.slot)
         dispatch, shared = dispatch_table(layers)
         notes = LayoutNotes(
             parameter_bytes=sum(tensors[name].numel() * tensors[name].itemsize for name in names),
@@ -167,10 +171,6 @@ class SglangSink:
             parameters = {name: t for name, t in tensors.items() if name not in computed_names}
             return trace, find_derived(trace, parameters, bindings, snapshot.rebound(), snapshot)
 
-    def _add(self, builder: LayoutBuilder, regions: list[Held]) -> None:
-        for region in regions:
-            builder.add(region.tensor, self._catalog[region.tensor].shape, region.offset, region.view, region.slot)
-
     def _held(
         self,
         name: str,
@@ -178,21 +178,20 @@ class SglangSink:
         writes: _Writes,
         experts: Mapping[str, ExpertLayer],
         placement: RankPlacement | None,
-    ) -> tuple[list[Held], list[Any]]:
+    ) -> tuple[list[Held], list[Box]]:
         """The regions of one parameter and the boxes that the loader fills."""
         regions = _once(writes)
         fills = [f.box for f in writes.fills]
         prefix, _, local = name.rpartition(".")
-        layer = experts.get(f"{prefix}.")
-        if layer is None or placement is None or t.dim() == 0:
-            return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
-        parameter = getattr(self._model.get_submodule(prefix), local)
-        if getattr(parameter, "_sglang_require_global_experts", False):
-            return describe_global(name, t, layer, placement, regions, self._catalog), fills
-        if t.shape[0] != layer.num_slots:
-            return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions], fills
-        slot_regions = describe_slots(name, t, layer, placement, regions, self._catalog)
-        return slot_regions, _fills_of_all_slots(fills, layer.num_slots)
+        layer = experts.get(prefix)
+        if layer is not None and placement is not None and t.dim() > 0:
+            parameter = ExpertParameter(name, t, layer, placement, self._catalog)
+            original = getattr(self._model.get_submodule(prefix), local)
+            if getattr(original, "_sglang_require_global_experts", False):
+                return describe_global(parameter, regions), fills
+            if t.shape[0] == layer.num_slots:
+                return describe_slots(parameter, regions), _fills_of_all_slots(fills, layer.num_slots)
+        return [Held.as_traced(r) for r in regions], fills
 
     def _check_methods(self) -> None:
         """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
@@ -297,22 +296,15 @@ def _end_session(model: torch.nn.Module) -> None:
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then persistent buffers, by name, without those that lie inside an earlier one (tied weights)."""
-    from weightcast.adapters.tracing.snapshot import joined
-
-    spans_by_storage: dict[int, list[tuple[int, int]]] = {}
-    tensors = [(name, p.data) for name, p in model.named_parameters(remove_duplicate=False)]
-    for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                tensors.append((joined(path, key), buffer))
-    for name, t in tensors:
+    spans_by_storage: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for name, tensor in checkpoint_tensors(model):
+        t = tensor.data
         if t.numel() == 0:
             continue
         if t.is_meta:
             raise DescribeError(f"parameter {name!r} has no memory (meta device)")
-        start = t.data_ptr()
-        end = start + t.itemsize * (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
-        spans = spans_by_storage.setdefault(t.untyped_storage()._cdata, [])
+        storage, start, end = byte_span(t)
+        spans = spans_by_storage[storage]
         if any(a <= start and end <= b for a, b in spans):
             continue
         if any(a < end and start < b for a, b in spans):
@@ -338,17 +330,17 @@ def _refuse_untraceable(trace: Trace, computed: set[str]) -> None:
         w = opaque[0]
         raise DescribeError(
             f"parameter {w.parameter!r}: the loader writes box {list(w.box.start)} + {list(w.box.size)} with "
-            f"{w.operator}, "
-            f"{w.why}; {len(opaque)} writes are no strided copies of checkpoint tensors, and those cannot be sent"
+            f"{w.operator}, {w.why}; {len(opaque)} writes are no strided copies of checkpoint tensors, and "
+            "those cannot be sent"
         )
 
 
-def _by_parameter(trace: Trace) -> dict[str, _Writes]:
-    writes: dict[str, _Writes] = {}
+def _by_parameter(trace: Trace) -> defaultdict[str, _Writes]:
+    writes: defaultdict[str, _Writes] = defaultdict(lambda: _Writes([], []))
     for region in trace.regions:
-        writes.setdefault(region.parameter, _Writes([], [])).regions.append(region)
+        writes[region.parameter].regions.append(region)
     for fill in trace.fills:
-        writes.setdefault(fill.parameter, _Writes([], [])).fills.append(fill)
+        writes[fill.parameter].fills.append(fill)
     return writes
 
 
@@ -357,28 +349,14 @@ def _once(writes: _Writes) -> list[TracedRegion]:
     regions = {(r.box, r.tensor, r.offset, r.view.shape): r for r in writes.regions}
     for fill in writes.fills:
         for r in regions.values():
-            if fill.order > r.order and _overlap(fill, r):
+            if fill.order > r.order and intersect(fill.box, r.box) is not None:
                 raise DescribeError(
                     f"parameter {r.parameter!r}: the loader fills box {list(fill.box.start)} + {list(fill.box.size)} "
-                    "after "
-                    f"it wrote {r.tensor!r} there"
+                    f"after it wrote {r.tensor!r} there"
                 )
     return list(regions.values())
 
 
-def _overlap(fill: Fill, region: TracedRegion) -> bool:
-    sides = zip(fill.box.start, fill.box.size, region.box.start, region.box.size, strict=True)
-    return all(a < b + m and b < a + n for a, n, b, m in sides)
-
-
-def _fills_of_all_slots(fills: list[Any], slots: int) -> list[Any]:
+def _fills_of_all_slots(fills: list[Box], slots: int) -> list[Box]:
     """Padding inside a slot, at every slot: the loader pads only the slots that it writes."""
-    return list(
-        {box._replace(start=(s, *box.start[1:]), size=(1, *box.size[1:])) for box in fills for s in range(slots)}
-    )
-
-
-def _world_rank() -> int:
-    import torch.distributed
-
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return list({Box((s, *box.start[1:]), (1, *box.size[1:])) for box in fills for s in range(slots)})

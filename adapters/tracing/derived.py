@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from weightcast.adapters.tracing.provenance import same_memory, storage_id
+from weightcast.adapters.tracing.recorder import Fill, TracedRegion
 from weightcast.adapters.tracing.replay import (
     NotReplayableError,
     Operand,
@@ -106,20 +108,18 @@ class _Search:
         self._at_end = self._tape.steps[self._tape.loaded :]
         self._load_writes = _by_storage(self._tape.steps[: self._tape.loaded])
         self._end_writes = _by_storage(self._at_end)
-        outputs = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
-        self._results: Mapping[int, Operand] = outputs
+        self._results = {r.storage: r for step in self._tape.steps for r in step.results if r is not None}
         self._last_write = {storage_id(t): 0 for t in parameters.values()}
-        orders = [(r.parameter, r.order) for r in trace.regions] + [(f.parameter, f.order) for f in trace.fills]
-        for name, order in orders:
-            if name in parameters:
-                storage = storage_id(parameters[name])
-                self._last_write[storage] = max(self._last_write[storage], order)
+        writes: list[TracedRegion | Fill] = [*trace.regions, *trace.fills]
+        for write in sorted(writes, key=attrgetter("order")):
+            if write.parameter in parameters:
+                self._last_write[storage_id(parameters[write.parameter])] = write.order
         self._written = {
             storage: operands[0]
             for storage, operands in (self._end_writes | self._load_writes).items()
             if operands[0].live is not None and storage not in self._last_write
         }
-        new_storages = {storage_id(b.after) for b in loaded}.intersection(outputs)
+        new_storages = {storage_id(b.after) for b in loaded}.intersection(self._results)
         old_storages = {storage_id(b.before) for b in (*loaded, *ended) if b.before is not None}
         self._changed = frozenset(new_storages | old_storages | self._written.keys()) - self._last_write.keys()
         self._holders: dict[int, list[_Place]] = {}
@@ -143,15 +143,15 @@ class _Search:
 
     def find_bound(self) -> None:
         """Sorts attributes that were bound to other tensors: rewritten by the engine, or to be recomputed."""
-        at_load = {(id(b.module), b.key): b.after for b in self._loaded}
-        at_end = {(id(b.module), b.key): b.after for b in self._ended}
+        at_load = {(b.module, b.key): b.after for b in self._loaded}
+        at_end = {(b.module, b.key): b.after for b in self._ended}
         for b in self._ended:
-            if at_load.get((id(b.module), b.key)) is not b.after and not _is_unmoved(b):
+            if at_load.get((b.module, b.key)) is not b.after and not _is_unmoved(b):
                 name = self._snapshot.name_of(b.module, b.key)
                 self._check_end(storage_id(b.after), name)
                 self._rewritten.add(name)
         for b in self._loaded:
-            if at_end.get((id(b.module), b.key)) is not b.after or _is_unmoved(b):
+            if at_end.get((b.module, b.key)) is not b.after or _is_unmoved(b):
                 continue
             name = self._snapshot.name_of(b.module, b.key)
             if self._ends(storage_id(b.after), [operand_of(b.after)], name):

@@ -8,7 +8,7 @@ that the loader made during the trace; it may be written. Everything else existe
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,18 @@ from weightcast.adapters.tracing.provenance import (
     storage_id,
 )
 from weightcast.adapters.tracing.recorder import Recorder, copy_between
-from weightcast.adapters.tracing.replay import Tape, tensors_in
-from weightcast.adapters.tracing.strided import Base, Box, Copy, NotABoxError, align
+from weightcast.adapters.tracing.replay import (
+    CONSTANTS,
+    EMPTY,
+    Operand,
+    RecordedStep,
+    Tape,
+    mapped,
+    operand_of,
+    operator_name,
+    tensors_in,
+)
+from weightcast.adapters.tracing.strided import Box, Copy, NotABoxError, align
 from weightcast.transfer.errors import DescribeError
 from weightcast.transfer.layout.dtypes import to_torch
 from weightcast.transfer.layout.tables import TensorSpec
@@ -40,16 +50,8 @@ aten = torch.ops.aten
 _COPIES = {aten.clone.default, aten._to_copy.default}
 _COPY_IN_PLACE = {aten.copy_.default, aten.fill_.Tensor}
 _FILLS = {aten.fill_.Scalar, aten.zero_.default}
-_CONSTANTS = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
-_NO_DATA = _CONSTANTS | {
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "empty",
-    "empty_strided",
-    "rand_like",
-    "randn_like",
-}
+_NO_DATA = CONSTANTS | EMPTY | {"rand_like", "randn_like"}
+Targets = list[tuple[frozenset[str], Any]]
 _ASKS_NO_VALUE = {aten.is_same_size.default, aten.is_pinned.default}
 
 
@@ -68,23 +70,20 @@ class LoaderMode(TorchDispatchMode):
         self._recorder = recorder
         self._records: dict[int, Record] = {}
         self._temporaries: dict[int, Temporary] = {}
-        self._logical: dict[str, Base] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._logical: dict[str, Record] = {}
         self._parameters: dict[int, list[str]] = {}
-        self._written: dict[Any, tuple[list[int], list[str]]] = {}
         for name, t in recorder.parameters.items():
             self._parameters.setdefault(storage_id(t), []).append(name)
 
     def logical(self, name: str, spec: TensorSpec) -> torch.Tensor:
         """The meta tensor that stands for a logical tensor. Raises LayoutError for an unknown dtype."""
         self.current = name
-        dtype = self._dtypes[name] = to_torch(spec.dtype)
         self._is_input = True
-        t = torch.empty(spec.shape, dtype=dtype, device="meta")
+        t = torch.empty(spec.shape, dtype=to_torch(spec.dtype), device="meta")
         self._is_input = False
-        base = self._logical[name] = Base(0, tuple(t.shape), tuple(t.stride()))
+        base = as_allocated(t)
         piece = Piece(Box((0,) * t.dim(), base.size), name, 0, base.stride)
-        self._records[storage_id(t)] = Record(base, dtype, [piece], alive=_weakly(t))
+        self._records[storage_id(t)] = self._logical[name] = Record(base, t.dtype, [piece], alive=_weakly(t))
         self.tape.logical[storage_id(t)] = name
         return t
 
@@ -108,15 +107,19 @@ class LoaderMode(TorchDispatchMode):
         results: Sequence[torch.Tensor | None] = (),
     ) -> None:
         """Puts an operator on the tape that writes some of its arguments or returns new tensors."""
-        self.tape.record(
-            func,
-            args,
-            kwargs,
-            written=written,
-            results=results,
-            is_live=lambda t: storage_id(t) not in self._records and storage_id(t) not in self._temporaries,
-            order=self._recorder.order,
-        )
+        operands: dict[int, Operand] = {}
+
+        def operand(t: torch.Tensor) -> Operand:
+            if id(t) not in operands:
+                is_live = storage_id(t) not in self._records and storage_id(t) not in self._temporaries
+                operands[id(t)] = operand_of(t, is_live)
+            return operands[id(t)]
+
+        step_args, step_kwargs = mapped((args, kwargs), torch.Tensor, operand)
+        written_operands = tuple(operand(t) for t in written)
+        result_operands = tuple(None if t is None else operand(t) for t in results)
+        step = RecordedStep(func, step_args, step_kwargs, written_operands, result_operands, self._recorder.order)
+        self.tape.steps.append(step)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -128,10 +131,10 @@ class LoaderMode(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
-        arguments = list(tensors_in([*args, *kwargs.values()]))
-        targets = self._mutated(func, args, kwargs)
-        if targets:
-            return self._mutate(func, args, kwargs, arguments, targets)
+        arguments = tensors_in([*args, *kwargs.values()])
+        written = _written(func, args, kwargs)
+        if written:
+            return self._mutate(func, args, kwargs, arguments, written)
         placeholders = [t for t in arguments if self._is_known(t)]
         if placeholders:
             return self._derive(func, args, kwargs, arguments, placeholders)
@@ -143,22 +146,8 @@ class LoaderMode(TorchDispatchMode):
 
     # Operators that write
 
-    def _mutated(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """The arguments that an operator writes, by its schema."""
-        locations = self._written.get(func)
-        if locations is None:
-            positions: list[int] = []
-            keywords: list[str] = []
-            for i, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    keywords.append(argument.name) if argument.kwarg_only else positions.append(i)
-            locations = self._written[func] = (positions, keywords)
-        values = [args[i] for i in locations[0] if i < len(args)] + [kwargs[n] for n in locations[1] if n in kwargs]
-        return list(tensors_in(values))
-
-    def _mutate(
-        self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], written: list[torch.Tensor]
-    ) -> Any:
+    def _mutate(self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor], targets: Targets) -> Any:
+        written = tensors_in(value for _, value in targets)
         reads_placeholders = any(self._is_known(t) for t in arguments)
         if not reads_placeholders and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
@@ -177,30 +166,24 @@ class LoaderMode(TorchDispatchMode):
         elif func in _FILLS:
             self._write(args[0], None, str(func))
         else:
-            names = frozenset().union(*(self._names(t) for t in arguments))
+            names = self._names(*arguments)
             for t in written:
                 self._spoil(t, str(func), names, "is no copy")
         storages = [storage_id(t) for t in written if self._parameter_of(t) is None]
         if storages or len(self._recorder.opaque) > opaque_count:
             self._record(func, args, kwargs, written=written)
             self._elsewhere.update(storages)
-        return self._returned(func, args, kwargs)
+        return self._returned(func, targets)
 
-    def _returned(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _returned(self, func: Any, targets: Targets) -> Any:
         """The results of a swallowed operator: the arguments that its schema says it returns."""
-        by_alias = {}
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = kwargs.get(argument.name, args[i] if i < len(args) else None)
-                by_alias[frozenset(argument.alias_info.before_set)] = value
-        values = []
+        by_alias, values = dict(targets), []
         for output in func._schema.returns:
             key = frozenset(output.alias_info.before_set) if output.alias_info is not None else None
             if key not in by_alias:
                 raise DescribeError(
                     f"the engine's loader calls {func} at checkpoint tensor {self.current!r}, which writes and "
-                    "computes "
-                    "at once; it cannot be traced"
+                    "computes at once; it cannot be traced"
                 )
             values.append(by_alias[key])
         return None if not values else values[0] if len(values) == 1 else tuple(values)
@@ -237,8 +220,8 @@ class LoaderMode(TorchDispatchMode):
             if name is None:
                 self._recorder.filled(parameter, copy)
                 continue
-            check_lossless(self._dtypes[name], dtypes, t.dtype)
-            self._recorder.copied(parameter, name, self._logical[name], copy)
+            check_lossless(self._logical[name].dtype, dtypes, t.dtype)
+            self._recorder.copied(parameter, name, self._logical[name].base, copy)
 
     def _copies(
         self, dst: torch.Tensor, src: torch.Tensor | None
@@ -289,9 +272,10 @@ class LoaderMode(TorchDispatchMode):
         """Runs an operator on tensors without values: views pass, copies are remembered, all else is computed."""
         if any(r.alias_info is not None for r in func._schema.returns):
             return func(*args, **kwargs)
-        name = func._schema.name.removeprefix("aten::")
+        name = operator_name(func)
         if name in _NO_DATA:
-            out = self._made(func(*args, **kwargs), name in _CONSTANTS)
+            out = func(*args, **kwargs)
+            self._register(out, name in CONSTANTS)
             self._record(func, args, kwargs, results=[out])
             return out
         if func in _ASKS_NO_VALUE:
@@ -299,24 +283,23 @@ class LoaderMode(TorchDispatchMode):
         if not any("Tensor" in str(r.type) for r in func._schema.returns):
             raise self._reads(func, known)
         try:
-            out = func(*_to_meta(args), **_to_meta_kwargs(kwargs))
+            out = _on_meta(func, args, kwargs)
         except NotImplementedError as error:
             raise self._reads(func, known) from error  # The shape of its result depends on values.
-        outputs = list(tensors_in([out]))
-        inputs = {storage_id(t) for t in arguments}
-        new_tensors = [t for t in outputs if storage_id(t) not in inputs]
+        results = _results(out, arguments)
+        new_tensors = [t for t in results if t is not None]
         for t in new_tensors:
             self._records[storage_id(t)] = Record(as_allocated(t), t.dtype, alive=_weakly(t))
-        self._record(func, args, kwargs, results=[t if storage_id(t) not in inputs else None for t in outputs])
+        self._record(func, args, kwargs, results=results)
         if len(new_tensors) == 1 and self._is_copy(func, args, new_tensors[0]):
             return out
-        names = frozenset().union(*(self._names(t) for t in arguments))
+        names = self._names(*arguments)
         for t in new_tensors:
             self._records[storage_id(t)].computed = names
         return out
 
     def _reads(self, func: Any, known: list[torch.Tensor]) -> DescribeError:
-        names = ", ".join(sorted(frozenset().union(*(self._names(t) for t in known))))
+        names = ", ".join(sorted(self._names(*known)))
         return DescribeError(
             f"the engine's loader reads values of checkpoint tensor {(names or self.current)!r} ({func}); what it does "
             "with them cannot be traced"
@@ -347,42 +330,33 @@ class LoaderMode(TorchDispatchMode):
             return False
         return True
 
-    def _made(self, out: torch.Tensor, constant: bool) -> torch.Tensor:
-        """Registers a tensor whose content does not depend on any other."""
-        if out.is_meta:
-            pieces = [constant_piece(as_allocated(out))] if constant else []
-            self._records[storage_id(out)] = Record(as_allocated(out), out.dtype, pieces, alive=_weakly(out))
+    def _register(self, t: torch.Tensor, constant: bool, parameter: str | None = None) -> None:
+        """Registers a tensor whose content depends on no checkpoint tensor, though perhaps on a parameter."""
+        base = as_allocated(t)
+        if t.is_meta:
+            pieces = [constant_piece(base)] if constant else []
+            self._records[storage_id(t)] = Record(base, t.dtype, pieces, alive=_weakly(t))
         else:
-            self._remember(out, constant, None)
-        return out
+            self._temporaries[storage_id(t)] = Temporary(_weakly(t), base, t.dtype, constant, parameter)
 
     def _compute(self, func: Any, args: Any, kwargs: Any, arguments: list[torch.Tensor]) -> Any:
         """Runs an operator on real tensors alone; its outputs may be written later."""
         parameter = self._parameter_behind(arguments)
-        name = func._schema.name.removeprefix("aten::")
+        name = operator_name(func)
         out = func(*args, **kwargs)
-        outputs = list(tensors_in([out]))
-        if not outputs and parameter is not None and func not in _ASKS_NO_VALUE:
+        results = _results(out, arguments)
+        if not results and parameter is not None and func not in _ASKS_NO_VALUE:
             raise DescribeError(
                 f"the engine's loader reads values of parameter {parameter} ({func}) at checkpoint tensor "
                 f"{self.current!r}; what it does with them cannot be traced"
             )
-        inputs = {storage_id(t) for t in arguments}
-        constant = name in _CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
-        for t in outputs:
-            if storage_id(t) in inputs:
-                continue
-            if t.is_meta:
-                self._made(t, constant)
-            else:
-                self._remember(t, constant, None if name in _NO_DATA else parameter)
-        new_tensors = [t if storage_id(t) not in inputs else None for t in outputs]
-        if any(t is not None for t in new_tensors):
-            self._record(func, args, kwargs, results=new_tensors)
+        constant = name in CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
+        new_tensors = [t for t in results if t is not None]
+        for t in new_tensors:
+            self._register(t, constant, None if name in _NO_DATA else parameter)
+        if new_tensors:
+            self._record(func, args, kwargs, results=results)
         return out
-
-    def _remember(self, t: torch.Tensor, constant: bool, parameter: str | None) -> None:
-        self._temporaries[storage_id(t)] = Temporary(_weakly(t), as_allocated(t), t.dtype, constant, parameter)
 
     def _is_constant(self, t: torch.Tensor) -> bool:
         temporary = self._temporaries.get(storage_id(t))
@@ -412,25 +386,38 @@ class LoaderMode(TorchDispatchMode):
                 return "of its own making"
         return None
 
-    def _names(self, t: torch.Tensor) -> frozenset[str]:
-        """The logical tensors that a tensor holds or was computed from."""
-        record = self._records.get(storage_id(t))
-        if record is None:
-            return frozenset()
-        return (record.computed or frozenset()) | {p.tensor for p in record.pieces if p.tensor is not None}
+    def _names(self, *tensors: torch.Tensor) -> frozenset[str]:
+        """The logical tensors that some tensors hold or were computed from."""
+        names: set[str] = set()
+        for record in (self._records.get(storage_id(t)) for t in tensors):
+            if record is not None:
+                names.update(record.computed or (), (p.tensor for p in record.pieces if p.tensor is not None))
+        return frozenset(names)
 
 
-def _to_meta(values: Any) -> Any:
-    if isinstance(values, torch.Tensor):
-        return values if values.is_meta else values.to("meta")
-    if isinstance(values, (list, tuple)):
-        return type(values)(_to_meta(v) for v in values)
-    return values
+def _written(func: Any, args: Any, kwargs: Any) -> Targets:
+    """The arguments that an operator writes, each with the alias that its schema gives it; that of lists is empty."""
+    if not func._schema.is_mutable:
+        return []
+    targets = []
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
+            targets.append((frozenset(argument.alias_info.before_set), value))
+    return targets
 
 
-def _to_meta_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments by which an operator runs on the meta device, whatever device they name."""
-    return {k: torch.device("meta") if k == "device" else _to_meta(v) for k, v in kwargs.items() if k != "pin_memory"}
+def _results(out: Any, arguments: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The tensors that an operator returns, None for a view of an argument."""
+    inputs = {storage_id(t) for t in arguments}
+    return [None if storage_id(t) in inputs else t for t in tensors_in([out])]
+
+
+def _on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an operator on the meta device, whatever device it names."""
+    options = {k: torch.device("meta") if k == "device" else v for k, v in kwargs.items() if k != "pin_memory"}
+    meta_args, meta_options = mapped((args, options), torch.Tensor, lambda t: t.to("meta"))
+    return func(*meta_args, **meta_options)
 
 
 def _weakly(t: torch.Tensor) -> StorageWeakRef:

@@ -59,6 +59,9 @@ class Recorder:
     fills: list[Fill] = field(default_factory=list)
     opaque: list[OpaqueWrite] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
+    """Logical tensors that were read."""
+    written: set[str] = field(default_factory=set)
+    """Parameters that were written; the tracer empties it between the loader and the end of a session."""
     order: int = 0
     """Number of writes into parameters so far."""
     _bases: dict[str, Base] = field(default_factory=dict)
@@ -86,34 +89,25 @@ class Recorder:
                 self._region(parameter, part.box, tensor, pieces[0])
 
     def _region(self, parameter: str, box: Box, tensor: str, source: Aligned) -> None:
-        view = self._view(parameter, source.box.size, source.other, source.copy.dst_offset)
-        self.order += 1
-        self.regions.append(TracedRegion(parameter, box, tensor, source.box.start, view, self.order))
-
-    def _view(self, parameter: str, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
         import torch
 
-        return torch.as_strided(self.parameters[parameter].data, size, stride, offset)
+        memory = self.parameters[parameter].data
+        view = torch.as_strided(memory, source.box.size, source.other, source.copy.dst_offset)
+        self.order += 1
+        self.written.add(parameter)
+        self.regions.append(TracedRegion(parameter, box, tensor, source.box.start, view, self.order))
 
     def filled(self, parameter: str, copy: Copy) -> None:
         """Records a constant in a view of a parameter; only the destination of `copy` counts. Raises NotABoxError."""
         for piece in align(copy, self.base(parameter), "dst"):
             self.order += 1
+            self.written.add(parameter)
             self.fills.append(Fill(parameter, piece.box, self.order))
 
     def refused(self, parameter: str, dst: torch.Tensor, operator: str, why: str) -> None:
         """Records a write of a parameter that is no strided copy."""
+        self.written.add(parameter)
         self.opaque.append(OpaqueWrite(parameter, self._around(parameter, dst), operator, why))
-
-    def written_since(self, counts: tuple[int, int, int]) -> frozenset[str]:
-        """The parameters written since `counts()` returned `counts`."""
-        regions, fills, opaque = counts
-        names = {r.parameter for r in self.regions[regions:]} | {f.parameter for f in self.fills[fills:]}
-        return frozenset(names | {w.parameter for w in self.opaque[opaque:]})
-
-    def counts(self) -> tuple[int, int, int]:
-        """Numbers of regions, fills and opaque writes so far."""
-        return len(self.regions), len(self.fills), len(self.opaque)
 
     def _around(self, parameter: str, dst: torch.Tensor) -> Box:
         """The box of a view for a message; the whole parameter where the view is no box."""

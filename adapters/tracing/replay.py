@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from weightcast.adapters.tracing.provenance import storage_id
 
 __all__ = [
+    "CONSTANTS",
+    "EMPTY",
     "NotReplayableError",
     "Operand",
     "Recipe",
@@ -23,17 +26,20 @@ __all__ = [
     "Tape",
     "check_order",
     "copy_step",
+    "mapped",
     "operand_of",
+    "operator_name",
     "tensors_in",
 ]
 
 aten = torch.ops.aten
 
+CONSTANTS = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _MOVES = {
     *("_to_copy", "cat", "stack", "constant_pad_nd", "repeat", "index_select", "index", "gather", "flip", "roll"),
     *("copy_", "_foreach_copy_", "fill_", "zero_", "arange", "linspace", "tril", "triu", "amax", "amin"),
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros"),
-    *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "scalar_tensor", "eye"),
+    *("scalar_tensor", "eye", *CONSTANTS, *EMPTY),
 }
 """Operators beside torch's pointwise ones that give the same bits for the same inputs, on every device."""
 
@@ -84,12 +90,12 @@ class RecordedStep:
     @property
     def name(self) -> str:
         """The operator's name without namespace and overload."""
-        return str(self.operator._schema.name).rpartition("::")[2]
+        return operator_name(self.operator)
 
     def reads(self) -> Iterator[Operand]:
         """The operands whose values the step needs."""
         targets = self.overwritten()
-        for operand in _operands([*self.args, *self.kwargs.values()]):
+        for operand in _operands((self.args, self.kwargs)):
             if not any(operand is r for r in targets):
                 yield operand
 
@@ -108,35 +114,6 @@ class Tape:
     steps: list[RecordedStep] = field(default_factory=list)
     logical: dict[int, str] = field(default_factory=dict)
     loaded: int = 0
-
-    def record(
-        self,
-        operator: Any,
-        args: Any,
-        kwargs: Any,
-        *,
-        written: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor | None],
-        is_live: Callable[[torch.Tensor], bool],
-        order: int,
-    ) -> None:
-        """Adds a step; `is_live` is True for a tensor whose storage was there before the recording."""
-        operands: dict[int, Operand] = {}
-
-        def operand(t: torch.Tensor) -> Operand:
-            if id(t) not in operands:
-                operands[id(t)] = _operand(t, is_live(t))
-            return operands[id(t)]
-
-        step = RecordedStep(
-            operator,
-            tuple(_map(args, torch.Tensor, operand)),
-            {name: _map(value, torch.Tensor, operand) for name, value in kwargs.items()},
-            tuple(operand(t) for t in written),
-            tuple(None if t is None else operand(t) for t in results),
-            order,
-        )
-        self.steps.append(step)
 
     def behind(self, storages: Iterable[int], steps: Sequence[RecordedStep]) -> list[RecordedStep]:
         """The part of `steps`, in order, that the final content of some storages depends on."""
@@ -195,16 +172,13 @@ class Recipe:
     """Steps that recompute tensors in place, and those of their results that are bound to something afterwards."""
 
     def __init__(self, steps: Sequence[RecordedStep], results: Sequence[Operand] = ()) -> None:
-        self._steps, self._results = tuple(steps), tuple(results)
+        self.steps, self._results = tuple(steps), tuple(results)
         needs = {r.storage for r in results}
-        self._done: list[set[int]] = [set() for _ in self._steps]
-        for step, storages in zip(reversed(self._steps), reversed(self._done), strict=True):
-            uses = {o.storage for o in _operands([*step.args, *step.kwargs.values(), step.results]) if o.live is None}
+        self._done: list[set[int]] = [set() for _ in self.steps]
+        for step, storages in zip(reversed(self.steps), reversed(self._done), strict=True):
+            uses = {o.storage for o in _operands((step.args, step.kwargs, step.results)) if o.live is None}
             storages |= uses - needs
             needs |= uses
-
-    def __len__(self) -> int:
-        return len(self._steps)
 
     def run(self) -> list[torch.Tensor]:
         """Runs the steps; returns the tensors of `results`. What a step makes is freed after its last use."""
@@ -219,10 +193,9 @@ class Recipe:
 
         # Parameters of engines that were made in inference mode can only be written in it.
         with torch.inference_mode():
-            for step, storages in zip(self._steps, self._done, strict=True):
-                out = step.operator(
-                    *_map(step.args, Operand, tensor), **{k: _map(v, Operand, tensor) for k, v in step.kwargs.items()}
-                )
+            for step, storages in zip(self.steps, self._done, strict=True):
+                args, kwargs = mapped((step.args, step.kwargs), Operand, tensor)
+                out = step.operator(*args, **kwargs)
                 for t, output in zip(tensors_in([out]) if step.results else (), step.results, strict=True):
                     if output is None:
                         continue
@@ -239,25 +212,35 @@ class Recipe:
 
 def copy_step(source: Operand, target: torch.Tensor) -> RecordedStep:
     """The step that copies an output of other steps into memory that is there."""
-    destination = _operand(target, live=True)
+    destination = operand_of(target, live=True)
     return RecordedStep(aten.copy_.default, (destination, source), {}, (destination,), (None,), 0)
 
 
-def tensors_in(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors among an operator's arguments or results, and in lists among them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (v for v in value if isinstance(v, torch.Tensor))
+    nested = (value if isinstance(value, (list, tuple)) else (value,) for value in values)
+    return [item for items in nested for item in items if isinstance(item, torch.Tensor)]
+
+
+def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The arguments of an operator with every value of type `kind` changed, in lists and dicts, too."""
+    # As torch's `tree_map_only`, which takes as long as all other work on an operator.
+    if isinstance(value, kind):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(v, kind, change) for v in value])
+    if isinstance(value, dict):
+        return {k: mapped(v, kind, change) for k, v in value.items()}
+    return value
+
+
+def operator_name(operator: Any) -> str:
+    """The name of an operator without namespace and overload."""
+    return str(operator._schema.name).rpartition("::")[2]
 
 
 def operand_of(t: torch.Tensor, live: bool = False) -> Operand:
     """The operand of a tensor: of one that a step of a tape made, or of `live` memory."""
-    return _operand(t, live)
-
-
-def _operand(t: torch.Tensor, live: bool) -> Operand:
     return Operand(
         storage_id(t),
         tuple(t.shape),
@@ -270,21 +253,8 @@ def _operand(t: torch.Tensor, live: bool) -> Operand:
     )
 
 
-def _operands(values: Sequence[Any]) -> Iterator[Operand]:
-    for value in values:
-        if isinstance(value, Operand):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _operands(value)
-
-
-def _map(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """The arguments of an operator with every value of type `kind` changed, in lists, too."""
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)([_map(v, kind, change) for v in value])
-    return value
+def _operands(values: object) -> list[Operand]:
+    return [value for value in tree_leaves(values) if isinstance(value, Operand)]
 
 
 def _is_deterministic(step: RecordedStep) -> bool:

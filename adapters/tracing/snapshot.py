@@ -10,7 +10,6 @@ Values are not copied: whoever runs code here makes sure that it writes no memor
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -22,7 +21,9 @@ from weightcast.transfer.errors import DescribeError
 
 __all__ = ["Binding", "Snapshot"]
 
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = (dict, list, set)
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+"""The dicts of a module whose entries have names in the module itself."""
 
 
 class Binding(NamedTuple):
@@ -76,8 +77,7 @@ class Snapshot:
         self._paths = {id(module): path for path, module in self._modules.items()}
         self._attributes = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._members = {
-            path: {kind: dict(vars(module)[kind]) for kind in ("_parameters", "_buffers", "_modules")}
-            for path, module in self._modules.items()
+            path: {kind: dict(vars(module)[kind]) for kind in _MEMBERS} for path, module in self._modules.items()
         }
         for path, module in self._modules.items():
             self._visit(path, module)
@@ -106,9 +106,8 @@ class Snapshot:
                 for key, value in namespace.items():
                     original = content.get(key)
                     if isinstance(value, torch.Tensor) and value is not original:
-                        bindings.append(
-                            Binding(module, key, original if isinstance(original, torch.Tensor) else None, value)
-                        )
+                        before = original if isinstance(original, torch.Tensor) else None
+                        bindings.append(Binding(module, key, before, value))
         return bindings
 
     def surgery(self) -> str | None:
@@ -173,13 +172,7 @@ class Snapshot:
         attributes = vars(thing)
         self._names.append(_Names(name, attributes, dict(attributes)))
         for key, value in list(attributes.items()):
-            is_member = key in ("_parameters", "_buffers", "_modules")
-            if is_member and isinstance(value, dict):
-                self._names.append(_Names(name, value, value.copy()))
-                for member, item in value.items():
-                    self._visit(joined(name, member), item)
-            else:
-                self._visit(joined(name, key), value)
+            self._visit(name if key in _MEMBERS else joined(name, key), value)
 
     # Putting back
 

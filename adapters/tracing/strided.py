@@ -7,6 +7,7 @@ once, until one side is a box of its base. So nothing has to be guessed from sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -30,10 +31,7 @@ class Box(NamedTuple):
     @property
     def numel(self) -> int:
         """Number of elements in the box."""
-        count = 1
-        for n in self.size:
-            count *= n
-        return count
+        return math.prod(self.size)
 
 
 class Base(NamedTuple):

@@ -74,7 +74,8 @@ def trace_loader(
             lambda: load_weights((name, mode.logical(name, spec)) for name, spec in catalog.items()),
             lambda: f"the engine's loader failed while it was traced, at checkpoint tensor {mode.current!r}",
         )
-        counts, mode.tape.loaded = recorder.counts(), len(mode.tape.steps)
+        mode.tape.loaded = len(mode.tape.steps)
+        recorder.written.clear()
         if end is not None:
             _traced(end, lambda: "the engine's end of an update session failed while it was traced")
     for name, t in parameters.items():
@@ -88,7 +89,7 @@ def trace_loader(
         tuple(recorder.fills),
         tuple(recorder.opaque),
         frozenset(recorder.used),
-        recorder.written_since(counts),
+        frozenset(recorder.written),
         mode.tape,
         mode.alive(),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from weightcast.adapters.checkpoint import read_headers
 from weightcast.adapters.sglang import sink as sglang_module
 from weightcast.adapters.sglang.sink import SglangSink
-from weightcast.adapters.sglang.slots import Held
+from weightcast.adapters.sglang.slots import ExpertParameter, Held
+from weightcast.adapters.tracing.recorder import TracedRegion
 from weightcast.transfer.errors import AgreementError, DescribeError, UpdateError
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.dispatch import audit_dispatch
-from weightcast.transfer.layout.tables import NO_SLOT, RankReport, TensorSpec
+from weightcast.transfer.layout.tables import RankReport, TensorSpec
 
 Server = dict[str, Any]
 Rows = Sequence[Sequence[int]]
@@ -151,10 +152,8 @@ def forgotten_slots(
 def only_traced_slots() -> Iterator[None]:
     """The sink without the rows that the map adds to the trace: what every bridge keyed by the loader does."""
 
-    def traced_only(
-        parameter: str, data: torch.Tensor, layer: Any, placement: Any, regions: Any, catalog: Any
-    ) -> list[Held]:
-        return [Held(r.tensor, r.offset, r.view, NO_SLOT, r.box) for r in regions]
+    def traced_only(parameter: ExpertParameter, regions: Iterable[TracedRegion]) -> list[Held]:
+        return [Held.as_traced(r) for r in regions]
 
     original = sglang_module.describe_slots
     sglang_module.describe_slots = traced_only

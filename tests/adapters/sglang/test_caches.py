@@ -4,24 +4,75 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import sglang_cache_workers as workers
 from sglang_models import write_checkpoint
 from sglang_nest import Nest
 
-from weightcast.adapters.sglang import plugin
-from weightcast.adapters.sglang import plugin as sglang_plugin
-from weightcast.adapters.sglang.caches import INVENTORY, Prefixes, drop_caches
+from weightcast.adapters.sglang import plugin, session
+from weightcast.adapters.sglang.caches import Prefixes, drop_caches
+from weightcast.adapters.sglang.session import Member, Session, Thread
 from weightcast.transfer.errors import TransferError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
 ONE = {"tp_size": 1}
+
+Fate = Literal["dropped", "keyed", "refreshed", "refused", "independent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Something that SGLang keeps between requests.
+
+    `place` is the path of its module or attribute under `sglang.srt`. `fate` is its fate at an update, `by` says how or
+    why.
+    """
+
+    name: str
+    place: str
+    fate: Fate
+    by: str
+
+
+INVENTORY = (
+    Kept("KV cache and its radix tree", "managers.scheduler.Scheduler.tree_cache", "dropped", "flush_cache"),
+    Kept("the same, with pause in_place", "managers.scheduler.Scheduler.tree_cache", "keyed", "extra_key of requests"),
+    Kept("sliding-window, Mamba states", "mem_cache.unified_radix_cache.UnifiedRadixCache", "dropped", "flush_cache"),
+    Kept("KV of streaming sessions", "session.streaming_session.StreamingSession.slots", "dropped", "flush_cache"),
+    Kept("HiCache, host memory", "managers.cache_controller.HiCacheController.mem_pool_host", "dropped", "flush_cache"),
+    Kept("HiCache, storage", "managers.cache_controller.HiCacheController.storage_backend", "refused", "setting"),
+    Kept("LMCache", "mem_cache.storage.lmcache", "refused", "setting"),
+    Kept("FlexKV", "mem_cache.storage.flexkv", "refused", "setting"),
+    Kept("linked external cache", "mem_cache.unified_cache.unified_cache_linker", "refused", "setting"),
+    Kept("prefix cache of a plugin", "mem_cache.registry", "refused", "setting"),
+    Kept("KV of other engines (PD)", "disaggregation", "refused", "setting"),
+    Kept("host KV of sparse attention", "managers.scheduler.Scheduler.hisparse_coordinator", "refused", "setting"),
+    Kept("image and audio embeddings", "managers.mm_schedule.embedding_cache", "dropped", "clear"),
+    Kept("embeddings shared by servers", "mem_cache.embedding_cache_controller", "refused", "setting"),
+    Kept("embeddings of encoder servers", "managers.scheduler.Scheduler.mm_receiver", "refused", "setting"),
+    Kept("interpolated positions (MoonViT)", "models.kimi_vl_moonvit.Learnable2DInterpPosEmb", "dropped", "clear"),
+    Kept("interpolated positions (PaddleOCR)", "models.paddleocr_vl.SiglipVisionEmbeddings", "dropped", "clear"),
+    Kept("router bias in another dtype", "layers.moe.topk.TopKConfig", "refreshed", "copied anew at its address"),
+    Kept("norms in another dtype (Inkling)", "models.inkling_common.attn", "refused", "once computed"),
+    Kept("norms in another dtype (Hunyuan)", "models.hunyuan_v3", "refused", "once computed"),
+    Kept("split router (Muse Spark)", "models.muse_spark", "refused", "once computed"),
+    Kept("gates of FlashInfer's KDA", "layers.attention.linear.kernels.kda_flashinfer", "refused", "once computed"),
+    Kept("draft model and its caches", "managers.scheduler.Scheduler.draft_worker", "refused", "speculative decoding"),
+    Kept("n-gram corpora", "managers.scheduler.Scheduler.external_corpus_manager", "independent", "token ids alone"),
+    Kept("compiled grammars", "constrained.grammar_manager.GrammarManager", "independent", "schemas, tokenizer alone"),
+    Kept("preprocessed images", "multimodal.cache.preprocess_cache", "independent", "pixels and processor alone"),
+    Kept("rotary tables", "layers.rotary_embedding", "independent", "positions and configuration alone"),
+    Kept("CUDA graphs", "model_executor", "independent", "addresses, which an update keeps"),
+    Kept("expert statistics", "eplb.expert_distribution", "independent", "never an input of an answer"),
+)
+"""Everything that weights could determine and a later request could meet."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +163,7 @@ def test_ranks_agree_on_copies_whatever_each_answers() -> None:
     )
     manager = SimpleNamespace(scheduler=scheduler, _session=object())
     asked = SimpleNamespace(load_format="weightcast", group_name="weightcast/main/rollout-0/1")
-    answer = sglang_plugin._update(lambda *_: None, manager, asked)
+    answer = plugin._update(lambda *_: None, manager, asked)
     assert "init the group first" in answer.message
     assert len(polls) == 1
     drop_caches(scheduler)
@@ -135,24 +186,24 @@ class Stuck:
 
 def test_every_later_connect_waits_for_a_rank_that_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after the end of the session was asked for, and when the connect in between was refused already."""
-    monkeypatch.setattr(plugin, "_LEAVING", 0.2)
-    session, stuck = plugin._Session(), Stuck()
-    member = plugin._Member("a", "a", "abort", stuck, plugin._Thread("cpu", 0))  # type: ignore[arg-type]
-    session.member = member
+    monkeypatch.setattr(session, "_LEAVING", 0.2)
+    process, stuck = Session(), Stuck()
+    member = Member("a", "a", "abort", stuck, Thread("cpu", 0))  # type: ignore[arg-type]
+    process.member = member
     member.receiving = member.writing = member.thread.do(stuck.transfer)
     member.receiving = None  # what the end of a session does first
-    session.close()
+    process.close()
     for name in ("b", "c"):
-        for earlier in list(session.earlier):
+        for earlier in list(process.earlier):
             if earlier is member:
                 with pytest.raises(TransferError, match="this rank still receives for a, which was called off"):
                     earlier.wait_until_left()
-        assert member in session.earlier
+        assert member in process.earlier
         other = Stuck()
-        session.member = plugin._Member(name, name, "abort", other, plugin._Thread("cpu", 0))  # type: ignore[arg-type]
-        session.close()
+        process.member = Member(name, name, "abort", other, Thread("cpu", 0))  # type: ignore[arg-type]
+        process.close()
     stuck.go.set()
     assert member.thread.ended(20.0)
-    session.member = plugin._Member("d", "d", "abort", Stuck(), plugin._Thread("cpu", 0))  # type: ignore[arg-type]
-    session.close()
-    assert member not in session.earlier
+    process.member = Member("d", "d", "abort", Stuck(), Thread("cpu", 0))  # type: ignore[arg-type]
+    process.close()
+    assert member not in process.earlier

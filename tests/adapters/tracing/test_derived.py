@@ -172,7 +172,7 @@ def test_what_the_loader_computes_is_replayed(step: Step, names: set[str], infer
 
 
 def test_steps_that_a_later_one_overwrites_are_not_replayed() -> None:
-    assert len(updated(after_each_shard).recipe) == 2
+    assert len(updated(after_each_shard).recipe.steps) == 2
 
 
 def test_what_is_bound_to_the_memory_it_has_is_up_to_date() -> None:
@@ -180,7 +180,7 @@ def test_what_is_bound_to_the_memory_it_has_is_up_to_date() -> None:
         m.plain = m.b.data.view(24).view(4, 6)
 
     refresh = updated(alias)
-    assert (refresh.recomputed, refresh.rewritten, len(refresh.recipe)) == ((), (), 0)
+    assert (refresh.recomputed, refresh.rewritten, len(refresh.recipe.steps)) == ((), (), 0)
 
 
 def test_what_only_a_cycle_of_references_holds_is_not_kept() -> None:
@@ -230,7 +230,7 @@ def test_a_replay_frees_what_it_made() -> None:
         alive.made.clear()
         alive.most = 0
         refresh.run()
-    assert len(refresh.recipe) == 10
+    assert len(refresh.recipe.steps) == 10
     assert alive.most <= 3
 
 
@@ -257,7 +257,7 @@ def binds_again(m: Model) -> None:
 )
 def test_what_the_end_of_a_session_writes_is_its_business(step: Step, end: End, rewritten: str) -> None:
     refresh = updated(step, end)
-    assert (refresh.rewritten, refresh.recomputed, len(refresh.recipe)) == ((rewritten,), (), 0)
+    assert (refresh.rewritten, refresh.recomputed, len(refresh.recipe.steps)) == ((rewritten,), (), 0)
 
 
 def test_what_was_bound_by_the_loader_and_is_written_in_place_at_the_end() -> None:

@@ -326,6 +326,20 @@ def test_long_steps_are_opaque() -> None:
     assert write.why.startswith("a step of 4 elements, 100 times")
 
 
+def test_every_list_that_an_operator_writes_is_seen() -> None:
+    """The schema gives lists no alias by which one of them could be told from another."""
+    parameter, gradient, momentum = torch.ones(4), torch.ones(4), torch.ones(4)
+
+    def load(_: object) -> None:
+        options = {"weight_decay": 0.0, "momentum": 0.5, "lr": 1.0, "dampening": 0.0, "nesterov": False}
+        lists = [parameter], [gradient], [momentum]
+        torch.ops.aten._fused_sgd_(*lists, **options, maximize=False, is_first_step=False)
+
+    trace = trace_loader(load, {"p": parameter}, {})
+    assert [write.parameter for write in trace.opaque] == ["p"]
+    assert all(torch.equal(t, torch.ones(4)) for t in (parameter, gradient, momentum))
+
+
 def test_other_tensors_are_neither_written_nor_forgotten() -> None:
     attribute, buffer = torch.zeros(4, 6), torch.zeros(4, 6)
 

@@ -69,7 +69,7 @@ KNOWN = {
     "scheduler.tree_cache",  # KV and its radix tree
     "tree.storage_existence_cache",  # what storage has, which is refused
 }
-"""What a scheduler with its workers calls a cache; each was looked at for `INVENTORY`."""
+"""What a scheduler with its workers calls a cache; each was looked at for `INVENTORY` of `test_caches.py`."""
 
 VERSIONS = iter(range(1, 1000))
 
