@@ -79,15 +79,16 @@ def add(commands: Commands) -> None:
 
 
 def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
-    servers = tuple(ServerConfig.parse(text) for text in arguments.instance or ()) or DEFAULT_SERVERS
+    servers = tuple(ServerConfig.given(text, f"instance {text!r}") for text in arguments.instance or ())
     layout, megatron = arguments.trainer_layout, None
     if arguments.trainer == "megatron":
-        megatron = MegatronConfig() if layout is None else MegatronConfig.parse(layout)
+        layout = '{"tp": 2, "pp": 2, "ep": 2}' if layout is None else layout
+        megatron = MegatronConfig.given(layout, f"trainer layout {layout!r}")
     elif layout is not None:
         raise InputError("--trainer-layout is for --trainer megatron; FSDP2 shards over all trainer processes")
     trainers = arguments.trainers if arguments.trainers is not None else megatron.ranks if megatron else 2
     options = {name: getattr(arguments, name) for name in _OPTIONS}
-    return DemoConfig(work=work, trainers=trainers, megatron=megatron, servers=servers, **options)
+    return DemoConfig(work=work, trainers=trainers, megatron=megatron, servers=servers or DEFAULT_SERVERS, **options)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from weightcast.transfer.colocated.offers import Share
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.documents import Record
 from weightcast.transfer.layout.placement import ExpertPlacement
 
 __all__ = ["LEARNING_RATE", "LOSS_LIMIT", "DemoConfig", "MegatronConfig", "ServerConfig", "VersionOutcome"]
 
 LEARNING_RATE = 5e-3
 
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+Ranks = Annotated[int, Field(strict=True, ge=1, description="a whole number from 1")]
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """One SGLang server. `placement` is the physical-to-logical row of every layer, empty for the engine's own."""
+class ServerConfig(Record):
+    """One SGLang server, in JSON such as `{"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}`.
 
-    name: str
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    placement: tuple[int, ...] = ()
+    `placement` is the physical-to-logical row of every layer, empty for the engine's own.
+    """
 
-    @classmethod
-    def parse(cls, text: str) -> ServerConfig:
-        """Reads JSON such as `{"name": "rollout-0", "tp": 2, "ep": 2, "map": [0,1,2,3,3,0]}`. Raises InputError."""
-        try:
-            record = json.loads(text)
-            row = record.pop("map", [])
-            config = cls(**record, placement=tuple(int(n) for n in row))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"instance {text!r} is not JSON with name, tp, ep, pp and map: {error}") from None
-        if not isinstance(config.name, str) or not all(
-            isinstance(n, int) and n >= 1 for n in (config.tp, config.ep, config.pp)
-        ):
-            raise InputError(f"instance {text!r}: name must be text, tp, ep and pp whole numbers from 1")
-        if not _NAME.fullmatch(config.name):
-            raise InputError(f"instance name {config.name!r} is not letters, digits, '_' and '-'")
-        if config.tp % config.ep:
-            raise InputError(f"instance {config.name}: ep {config.ep} does not divide tp {config.tp}")
-        if config.placement:
-            ExpertPlacement(np.array([config.placement]), max(config.placement) + 1, config.ep)  # raises for a bad map
-        return config
+    name: Annotated[
+        str, Field(pattern="^[A-Za-z0-9_-]{1,40}$", description="at most 40 letters, digits, '_' and '-'")
+    ]
+    tp: Ranks = 1
+    ep: Ranks = 1
+    pp: Ranks = 1
+    placement: Annotated[tuple[int, ...], Field(alias="map")] = ()
+
+    def __post_init__(self) -> None:
+        if self.tp % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide tp {self.tp}")
+        if self.placement:
+            ExpertPlacement(np.array([self.placement]), max(self.placement) + 1, self.ep)  # raises for a bad map
 
     @property
     def world_size(self) -> int:
@@ -73,24 +61,13 @@ DEFAULT_SERVERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class MegatronConfig:
+class MegatronConfig(Record):
     """Megatron-Core's split of the trainer: tensor, pipeline, expert and expert-tensor parallel ranks."""
 
-    tp: int = 2
-    pp: int = 2
-    ep: int = 2
-    etp: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> MegatronConfig:
-        """Reads JSON such as `{"tp": 2, "pp": 2, "ep": 2, "etp": 1}`; what is absent is 1. Raises InputError."""
-        try:
-            config = cls(**{"tp": 1, "pp": 1, "ep": 1, **json.loads(text)})
-        except (ValueError, TypeError) as error:
-            raise InputError(f"trainer layout {text!r} is not JSON with tp, pp, ep and etp: {error}") from None
-        if not all(type(n) is int and n >= 1 for n in (config.tp, config.pp, config.ep, config.etp)):
-            raise InputError(f"trainer layout {text!r}: tp, pp, ep and etp must be whole numbers from 1")
-        return config
+    tp: Ranks = 1
+    pp: Ranks = 1
+    ep: Ranks = 1
+    etp: Ranks = 1
 
     @property
     def ranks(self) -> int:

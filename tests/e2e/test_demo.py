@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from weightcast.cli import main
-from weightcast.demo.config import DemoConfig, MegatronConfig, VersionOutcome
+from weightcast.demo.config import DemoConfig, MegatronConfig, ServerConfig, VersionOutcome
 from weightcast.transfer.errors import EngineError, InputError
 
 
@@ -56,21 +56,38 @@ def test_megatron_brings_every_version_to_an_engine(root: Path, tmp_path: Path) 
     ],
 )
 def test_layouts_of_the_trainer(text: str, layout: MegatronConfig, ranks: int) -> None:
-    assert MegatronConfig.parse(text) == layout
+    assert MegatronConfig.given(text) == layout
     assert layout.ranks == ranks
 
 
 @pytest.mark.parametrize("text", ["tp2", '{"cp": 2}', '{"tp": 0}', '{"pp": "2"}', "[1]"])
 def test_bad_layouts_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="trainer layout"):
-        MegatronConfig.parse(text)
+        MegatronConfig.given(text, f"trainer layout {text!r}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout-0", "Invalid JSON"),
+        ('{"tp": 2}', "name is missing"),
+        ('{"name": "a b"}', "name is 'a b', expected at most 40 letters"),
+        ('{"name": "a", "tp": 0}', "tp is 0, expected a whole number from 1"),
+        ('{"name": "a", "tp": 2, "ep": 3}', "ep 3 does not divide tp 2"),
+        ('{"name": "a", "map": [0, 2]}', "too few for 3 logical experts"),
+        ('{"name": "a", "dp": 2}', "dp is not known; known are name, tp, ep, pp, map"),
+    ],
+)
+def test_bad_instances_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        ServerConfig.given(text, f"instance {text!r}")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--trainer-layout", "{}"], "--trainer-layout is for --trainer megatron"),
-        (["--trainer", "megatron", "--trainer-layout", "tp2"], "trainer layout 'tp2' is not JSON"),
+        (["--trainer", "megatron", "--trainer-layout", "tp2"], "trainer layout 'tp2': Invalid JSON"),
         (["--trainer-prelude", "/nowhere.py"], "--trainer-prelude /nowhere.py is not a file"),
     ],
 )
@@ -147,7 +164,7 @@ def test_what_the_megatron_trainer_cannot_build(
 ) -> None:
     from weightcast.demo.megatron_training import check_megatron
 
-    layout = MegatronConfig()
+    layout = MegatronConfig(tp=2, pp=2, ep=2)
     config = DemoConfig(work=tmp_path, trainers=trainers, megatron=layout, prelude=tmp_path)
     with pytest.raises(InputError, match=message):
         check_megatron(config, layout, _model(tmp_path, **changes))
@@ -157,9 +174,9 @@ def test_what_the_megatron_trainer_cannot_build(
 def test_without_a_prelude_nothing_is_started(tmp_path: Path) -> None:
     from weightcast.demo.megatron_training import check_megatron
 
-    config = DemoConfig(work=tmp_path, trainers=4, megatron=MegatronConfig())
+    config = DemoConfig(work=tmp_path, trainers=4, megatron=MegatronConfig(tp=2, pp=2, ep=2))
     with pytest.raises(InputError, match=r"on the CPU, where .* give --trainer-prelude"):
-        check_megatron(config, MegatronConfig(), _model(tmp_path))
+        check_megatron(config, MegatronConfig(tp=2, pp=2, ep=2), _model(tmp_path))
 
 
 def test_expectations_that_are_not_the_trainers_are_a_fault() -> None:

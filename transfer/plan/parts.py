@@ -15,7 +15,7 @@ from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, Pa
 from weightcast.transfer.plan.stages import stages
 from weightcast.transfer.plan.verification import Verify
 
-__all__ = ["BUCKET_BYTES", "PlanParts", "instance_part", "trainer_part"]
+__all__ = ["BUCKET_BYTES", "PlanParts"]
 
 BUCKET_BYTES = 64 << 20
 """Bytes that a rank packs at a time unless told otherwise."""
@@ -253,13 +253,3 @@ def _take(column: IntArray, rows: IntArray | slice) -> IntArray:
 
 def _rows_of(table: Rows, rows: IntArray | slice) -> Rows:
     return table.between(rows.start, rows.stop) if isinstance(rows, slice) else table.take(rows)
-
-
-def trainer_part(plan: TransferPlan, instance: str, rank: int, bucket_bytes: int = BUCKET_BYTES) -> RankPart:
-    """The part of one trainer rank; for several parts make a PlanParts once."""
-    return PlanParts(plan, bucket_bytes).trainer_part(instance, rank)
-
-
-def instance_part(plan: TransferPlan, instance: str, rank: int, bucket_bytes: int = BUCKET_BYTES) -> RankPart:
-    """The part of one rank of an instance; for several parts make a PlanParts once."""
-    return PlanParts(plan, bucket_bytes).instance_part(instance, rank)

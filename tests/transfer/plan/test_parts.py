@@ -12,7 +12,7 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.dtypes import dtype_code
 from weightcast.transfer.layout.tables import Region, TensorSpec
 from weightcast.transfer.plan.operations import Kind, Operations, RankPart, TransferPlan
-from weightcast.transfer.plan.parts import PlanParts, instance_part, trainer_part
+from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.planner.planner import plan_transfer
 
 SPECS = {"v": TensorSpec((2,), "float32"), "w": TensorSpec((8, 4), "float32")}
@@ -42,7 +42,7 @@ def rows(part: RankPart) -> list[tuple]:
 
 
 def test_a_trainer_rank_sees_its_sends_to_one_instance(plan):
-    part = trainer_part(plan, "a", 1)
+    part = PlanParts(plan).trainer_part("a", 1)
     assert rows(part) == [("SEND", "w", (1, 0), (0, 0))]
     assert (part.instance, part.instance_party, part.party, part.rank) == ("a", 1, 0, 1)
     assert (part.trainer_ranks, part.instance_ranks, part.group_size, part.group_rank) == ((0, 1, 2), 2, 5, 1)
@@ -52,15 +52,15 @@ def test_a_trainer_rank_sees_its_sends_to_one_instance(plan):
 
 
 def test_only_senders_join_the_communicator(plan):
-    part = trainer_part(plan, "b", 2)
+    part = PlanParts(plan).trainer_part("b", 2)
     assert (part.trainer_ranks, part.group_size, part.group_rank) == ((1, 2), 4, 1)
-    idle = trainer_part(plan, "b", 0)
+    idle = PlanParts(plan).trainer_part("b", 0)
     assert rows(idle) == []
     assert 0 not in idle.trainer_ranks
 
 
 def test_an_instance_rank_sees_what_it_receives_and_copies(plan):
-    part = instance_part(plan, "a", 0, bucket_bytes=77)
+    part = PlanParts(plan, bucket_bytes=77).instance_part("a", 0)
     assert rows(part) == [
         ("SEND", "w", (1, 0), (0, 0)),
         ("SEND", "w", (2, 0), (0, 0)),
