@@ -6,20 +6,23 @@
      "instances": {"rollout-0": {"ranks": {"0": [{"tensor": "NAME", "offset": [..], "size": [..], "slot": 4}, ...]}}}}
 
 `slot` and `hosts` are optional; other keys are refused, because a misspelt one would go unseen. Ranks are "0", "1", ...
-without gaps. Every fault is a LayoutError that names instance, rank, region and tensor in one line.
+without gaps. Every fault is a LayoutError in one line that names the place: `instances.rollout-0.ranks.0.3.size`, say.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NoReturn
 
 import msgpack
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from weightcast.transfer.documents import unique_keys
+from weightcast.transfer.documents import Record, unique_keys
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_code
 from weightcast.transfer.layout.tables import NO_SLOT, Region, RegionTable, TensorSpec, TensorTable
@@ -28,8 +31,7 @@ from weightcast.transfer.plan.traffic import Traffic
 
 __all__ = ["Bundle", "plan_document", "read_bundle"]
 
-_MAX_BYTES = 1 << 60
-_MAX_DIMS = 64
+_MOST = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +48,84 @@ class Bundle:
     instance_hosts: dict[str, tuple[str, ...]]
 
 
+Number = Annotated[int, Field(strict=True, ge=-_MOST, le=_MOST, description="a whole number of at most 60 bits")]
+Length = Annotated[int, Field(strict=True, ge=0, le=_MOST, description="a whole number from 0 on, of at most 60 bits")]
+
+
+def _printable(name: str) -> str:
+    if not name or not name.isprintable():
+        raise PydanticCustomError("name", "expected printable text")
+    return name
+
+
+Name = Annotated[str, Field(description="printable text"), AfterValidator(_printable)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor(Record):
+    shape: Annotated[tuple[Length, ...], Field(max_length=64, description="a list of at most 64 lengths")]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        try:
+            itemsize = int(ITEMSIZE[dtype_code(self.dtype)])
+        except LayoutError as error:
+            raise ValueError(str(error)) from None
+        if math.prod(max(length, 1) for length in self.shape) * itemsize > _MOST:
+            raise ValueError(f"shape {reprlib.repr(list(self.shape))} is too large to address")
+
+
+@dataclass(frozen=True, slots=True)
+class _Region(Record):
+    tensor: str
+    offset: tuple[Number, ...]
+    size: tuple[Number, ...]
+    slot: Length = NO_SLOT
+
+
+@dataclass(frozen=True, slots=True)
+class _Side(Record):
+    ranks: Annotated[dict[str, list[_Region]], Field(min_length=1, description="a table of at least one rank")]
+    hosts: dict[str, Name] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = [str(rank) for rank in range(len(self.ranks))]
+        for name in self.ranks:
+            if name not in names:
+                raise ValueError(
+                    f"rank {reprlib.repr(name)} is not one of 0..{len(names) - 1}; ranks are counted without gaps"
+                )
+        for name in self.hosts:
+            if name not in names:
+                raise ValueError(f"hosts names rank {reprlib.repr(name)}, which the side does not have")
+
+    def tables(self, side: str, specs: Mapping[str, TensorSpec]) -> tuple[tuple[RegionTable, ...], tuple[str, ...]]:
+        """Tables and hosts by rank."""
+        names = [str(rank) for rank in range(len(self.ranks))]
+        tables = tuple(_table(self.ranks[name], f"{side} rank {name}", specs) for name in names)
+        return tables, tuple(self.hosts.get(name, "") for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class _Document(Record):
+    refusal: ClassVar[type[LayoutError]] = LayoutError
+
+    tensors: dict[Name, _Tensor]
+    trainer: _Side
+    instances: Annotated[dict[Name, _Side], Field(min_length=1, description="a table of at least one instance")]
+
+
 def read_bundle(data: bytes) -> Bundle:
     """Decodes and validates a bundle: JSON if it begins with a brace, else msgpack. Raises LayoutError."""
-    document = _mapping(_decode(data), "the bundle", required=("tensors", "trainer", "instances"))
-    specs = {
-        _printable(name, "a tensor name"): _spec(name, spec)
-        for name, spec in _mapping(document["tensors"], "tensors").items()
-    }
-    tensors = TensorTable.from_specs(specs)
-    trainer, trainer_hosts = _side(document["trainer"], "trainer", specs)
-    instances: dict[str, tuple[RegionTable, ...]] = {}
-    hosts: dict[str, tuple[str, ...]] = {}
-    for name, side in _mapping(document["instances"], "instances").items():
-        instances[_printable(name, "an instance name")], hosts[name] = _side(side, name, specs)
-    if not instances:
-        _fail("instances: there is none, so there is nothing to plan")
-    return Bundle(tensors, trainer, trainer_hosts, instances, hosts)
+    document = _Document.given(_decode(data), "the bundle")
+    specs = {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in document.tensors.items()}
+    trainer, trainer_hosts = document.trainer.tables("trainer", specs)
+    instances = {name: side.tables(name, specs) for name, side in document.instances.items()}
+    tables, hosts = ({name: pair[i] for name, pair in instances.items()} for i in (0, 1))
+    return Bundle(TensorTable.from_specs(specs), trainer, trainer_hosts, tables, hosts)  # type: ignore[arg-type]
 
 
-def _fail(message: str) -> NoReturn:
-    raise LayoutError(message)
-
-
-def _decode(data: bytes) -> Any:
+def _decode(data: bytes) -> object:
     try:
         if data.lstrip()[:1] == b"{":
             return json.loads(data, object_pairs_hook=unique_keys, parse_constant=_no_constant)
@@ -76,111 +133,30 @@ def _decode(data: bytes) -> Any:
     except LayoutError:
         raise
     except RecursionError:
-        _fail("the bundle is nested too deeply")
+        raise LayoutError("the bundle is nested too deeply") from None
     # msgpack raises its own exceptions, ValueError, and for odd keys TypeError.
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        _fail(f"the bundle is neither JSON nor msgpack: {' '.join(str(error).split()) or type(error).__name__}")
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise LayoutError(f"the bundle is neither JSON nor msgpack: {cause}") from None
 
 
 def _no_constant(name: str) -> NoReturn:
-    _fail(f"{name} is no number that a layout can have")
+    raise LayoutError(f"{name} is no number that a layout can have")
 
 
-def _mapping(
-    value: Any, where: str, required: tuple[str, ...] = (), optional: tuple[str, ...] = ()
-) -> dict[str, Any]:
-    """Returns `value` if it is an object with these keys; with none required any keys are fine."""
-    if not isinstance(value, dict):
-        _fail(f"{where}: expected an object, found {reprlib.repr(value)}")
-    known = (*required, *optional)
-    for key in required:
-        if key not in value:
-            _fail(f"{where}: {key!r} is missing")
-    for key in value if required else ():
-        if key not in known:
-            _fail(f"{where}: key {reprlib.repr(key)} is not known; known are {', '.join(known)}")
-    return value
-
-
-def _printable(name: Any, what: str) -> str:
-    if not isinstance(name, str) or not name or not name.isprintable():
-        _fail(f"{what} is {reprlib.repr(name)}, expected printable text")
-    return name
-
-
-def _integers(value: Any, where: str) -> tuple[int, ...]:
-    """A list of integers that fit into int64; bool is no integer here."""
-    if not isinstance(value, list):
-        _fail(f"{where}: expected a list of integers, found {reprlib.repr(value)}")
-    for number in value:
-        if type(number) is not int or not -_MAX_BYTES <= number <= _MAX_BYTES:
-            _fail(f"{where}: {reprlib.repr(number)} is not an integer of at most 60 bits")
-    return tuple(value)
-
-
-def _spec(name: str, value: Any) -> TensorSpec:
-    label = f"tensor {name!r}"
-    spec = _mapping(value, label, required=("shape", "dtype"))
-    shape = _integers(spec["shape"], f"{label}: shape")
-    if len(shape) > _MAX_DIMS or min(shape, default=0) < 0:
-        _fail(f"{label}: shape {reprlib.repr(list(shape))} has a negative number or more than {_MAX_DIMS} dimensions")
-    if not isinstance(spec["dtype"], str):
-        _fail(f"{label}: expected the name of a dtype, found {reprlib.repr(spec['dtype'])}")
-    try:
-        elements = int(ITEMSIZE[dtype_code(spec["dtype"])])
-    except LayoutError as error:
-        raise LayoutError(f"{label}: {error}") from None
-    for length in shape:
-        elements *= max(length, 1)
-        if elements > _MAX_BYTES:
-            _fail(f"{label}: shape {reprlib.repr(list(shape))} is too large to address")
-    return TensorSpec(shape, spec["dtype"])
-
-
-def _side(
-    value: Any, side: str, specs: Mapping[str, TensorSpec]
-) -> tuple[tuple[RegionTable, ...], tuple[str, ...]]:
-    """Tables and hosts of a side, by rank."""
-    document = _mapping(value, side, required=("ranks",), optional=("hosts",))
-    ranks = _mapping(document["ranks"], f"{side}: ranks")
-    hosts = _mapping(document.get("hosts", {}), f"{side}: hosts")
-    if not ranks:
-        _fail(f"{side}: there are no ranks")
-    names, last = [str(rank) for rank in range(len(ranks))], len(ranks) - 1
-    for rank in ranks:
-        if rank not in names:
-            _fail(f"{side}: rank {reprlib.repr(rank)} is not one of 0..{last}; ranks are counted without gaps")
-    for rank in hosts:
-        if rank not in names:
-            _fail(f"{side}: hosts names rank {reprlib.repr(rank)}, which the side does not have")
-    return (
-        tuple(_table(ranks[name], f"{side} rank {name}", specs) for name in names),
-        tuple(_printable(hosts[name], f"{side} rank {name}: host") if name in hosts else "" for name in names),
-    )
-
-
-def _table(value: Any, where: str, specs: Mapping[str, TensorSpec]) -> RegionTable:
-    if not isinstance(value, list):
-        _fail(f"{where}: expected a list of regions, found {reprlib.repr(value)}")
-    regions = [_region(region, f"{where}: region {i}", specs) for i, region in enumerate(value)]
+def _table(regions: Sequence[_Region], where: str, specs: Mapping[str, TensorSpec]) -> RegionTable:
     names = {region.tensor for region in regions}
+    for number, region in enumerate(regions):
+        if region.tensor not in specs:
+            name = reprlib.repr(region.tensor)
+            raise LayoutError(f"{where}: region {number} names tensor {name}, which is not in the bundle's tensors")
     try:
-        return RegionTable.from_regions({name: spec for name, spec in specs.items() if name in names}, regions)
+        return RegionTable.from_regions(
+            {name: spec for name, spec in specs.items() if name in names},
+            [Region(region.tensor, region.offset, region.size, region.slot) for region in regions],
+        )
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from None
-
-
-def _region(value: Any, where: str, specs: Mapping[str, TensorSpec]) -> Region:
-    region = _mapping(value, where, required=("tensor", "offset", "size"), optional=("slot",))
-    name = region["tensor"]
-    if not isinstance(name, str) or name not in specs:
-        _fail(f"{where} names tensor {reprlib.repr(name)}, which is not in the bundle's tensors")
-    offset = _integers(region["offset"], f"{where} of {name!r}: offset")
-    size = _integers(region["size"], f"{where} of {name!r}: size")
-    slot = region.get("slot", NO_SLOT)
-    if "slot" in region and (type(slot) is not int or not 0 <= slot <= _MAX_BYTES):
-        _fail(f"{where} of {name!r} has slot {reprlib.repr(slot)}, expected an integer from 0 on")
-    return Region(name, offset, size, slot)
 
 
 def plan_document(plan: TransferPlan, traffic: Traffic, seconds: float, *, operations: bool = True) -> dict[str, Any]:

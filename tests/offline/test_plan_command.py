@@ -100,7 +100,7 @@ def test_same_rank_replicas_are_copied(capsys):
             2,
             "rollout-0 rank 0: region 0 of 'w' has offset [6, 0] and size [4, 4], which is not inside",
         ),
-        ("bad-missing-shape", 2, "tensor 'w': 'shape' is missing"),
+        ("bad-missing-shape", 2, "the bundle: tensors.w.shape is missing"),
         ("bad-negative-offset", 2, "rollout-0 rank 0: region 0 of 'w' has offset [-2, 0]"),
         (
             "bad-rank-mismatch-of-box",
