@@ -13,6 +13,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weightcast.gateway.control.engines import make_driver
@@ -38,7 +39,7 @@ from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.wire import messages as wire
 
-__all__ = ["Holding", "Instance", "absent", "check_rank", "check_report"]
+__all__ = ["Holding", "Instance", "Step", "absent", "check_rank", "check_report"]
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -73,12 +74,23 @@ class Holding(NamedTuple):
         return ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A connect, or an update to `version`, for one generation of the trainer."""
+
+    generation: int
+    version: int | None = None
+
+
 class Instance(Party):
     """Run-time state of one instance.
 
+    `step` is the connect or update that holds the instance, None while it is free: see `Pair.hold`. `deadline` is that
+    of the update. `generation` is that of the trainer to which the instance was connected last.
+
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
     processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
-    it. `deadline` is that of the update under way.
+    it.
     """
 
     def __init__(
@@ -105,7 +117,9 @@ class Instance(Party):
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
         self.resend: set[int] | None = None
+        self.step: Step | None = None
         self.deadline: Deadline | None = None
+        self.generation = 0
         self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self.clear_epoch()
 
@@ -144,9 +158,19 @@ class Instance(Party):
         return self.spec.world_size
 
     @property
+    def present(self) -> bool:
+        """True if the instance has not left, and does not leave."""
+        return self.record.phase is not Phase.LEFT and not self.leaving
+
+    @property
     def serves(self) -> bool:
         """True if the instance may answer with a version of this pair, and no rank of it is missed."""
         return self.record.serves and not self.silent
+
+    @property
+    def updating(self) -> int | None:
+        """The version of the update that holds the instance; None between updates, and in a connect."""
+        return self.step.version if self.step is not None else None
 
     @property
     def newest(self) -> int | None:
@@ -491,7 +515,7 @@ class Instance(Party):
 
     # Orders for ranks
 
-    async def give(self, order: Order) -> None:
+    def give(self, order: Order) -> None:
         """Appends an order for the ranks of the communicator."""
         self.orders.add(order)
         self.notify()

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from weightcast.gateway.control.barrier import Agreement
 from weightcast.gateway.control.connect import connect_instances, merge_trainer_reports, watched
-from weightcast.gateway.control.instance import Instance, absent
+from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase, advance
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.merge import InstanceLayout
@@ -59,61 +59,62 @@ class _MovedError(UpdateError):
 async def update(pair: Pair, version: int, host: str, port: int) -> None:
     """Brings every instance to `version` once all trainer ranks have offered it; the records tell how it ended."""
     deadline = Deadline.after(pair.spec.settings.update)
-    try:
-        async with asyncio.timeout(deadline.left):
-            await pair.busy.acquire()
-    except TimeoutError:
-        reason = f"pair {pair.spec.name}: it was still being connected {deadline.seconds:g} s after the first offer"
-        records = {
-            i.name: UpdateRecord(version, False, i.record.fenced, reason, deadline.seconds) for i in pair.present
-        }
-        pair.decide(version, records)
-        pair.notify()
-        return
-    try:
-        await _update(pair, version, host, port, deadline)
-    finally:
-        pair.busy.release()
-    pair.notify()
-
-
-async def _update(pair: Pair, version: int, host: str, port: int, deadline: Deadline) -> None:
-    pair.acting = pair.generation
-    instances = pair.present
+    step = Step(pair.generation, version)
     try:
         await pair.offered(version, deadline)
         await merge_trainer_reports(pair, deadline)
     except WeightcastError as error:
-        records = [await _refuse(pair, instance, version, error) for instance in instances]
+        records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present}
     else:
-        instances = await pair.begin(version)
-        for instance in instances:
-            instance.deadline = deadline
-        agreement = Agreement(instances if pair.spec.commit == "all" else ())
-        steps = (_Update(pair, instance, version, host, port, agreement).run() for instance in instances)
-        records = await asyncio.gather(*steps)
-        for instance in instances:
-            instance.deadline = None
-    pair.decide(version, {i.name: record for i, record in zip(instances, records, strict=True)})
-    pair.let_go()
+        members = await pair.begin(version)
+        groups = [members] if pair.spec.commit == "all" else [[instance] for instance in members]
+        steps = (_update(pair, group, step, version, deadline, host, port) for group in groups)
+        records = {name: record for outcome in await asyncio.gather(*steps) for name, record in outcome.items()}
+    pair.decide(version, records)
+    pair.notify()
 
 
-async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
+async def _update(
+    pair: Pair, group: Sequence[Instance], step: Step, version: int, deadline: Deadline, host: str, port: int
+) -> dict[str, UpdateRecord]:
+    """Updates instances that commit together, once no connect holds any of them. Returns their records by name."""
+    start = time.monotonic()
+    try:
+        members = await pair.hold(step, group, deadline)
+    except WeightcastError as error:
+        return {i.name: _refuse(pair, i, step, version, error, time.monotonic() - start) for i in group}
+    try:
+        agreement = Agreement(members)
+        updates = (_Update(pair, i, step, version, host, port, agreement) for i in members)
+        records = await asyncio.gather(*(each.run() for each in updates))
+    finally:
+        pair.release(step, members)
+    outcomes = {i.name: record for i, record in zip(members, records, strict=True)}
+    for instance in group:
+        reason = f"instance {instance.name} left pair {pair.spec.name}"
+        outcomes.setdefault(instance.name, UpdateRecord(version, False, instance.record.fenced, reason, 0.0))
+    return outcomes
+
+
+def _refuse(
+    pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError, seconds: float = 0.0
+) -> UpdateRecord:
     """Tells the ranks that have offered that there will be no update; the instance is as it was."""
     fields = {"pair": pair.spec.name, "instance": instance.name, "version": version}
     log.error(
         "pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=fields
     )
-    record = UpdateRecord(version, False, instance.record.fenced, str(error), 0.0)
-    await pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)))
-    return record
+    pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)), step)
+    return UpdateRecord(version, False, instance.record.fenced, str(error), seconds)
 
 
 class _Update:
     """One update of one instance, from its first step to its record."""
 
-    def __init__(self, pair: Pair, instance: Instance, version: int, host: str, port: int, together: Agreement) -> None:
-        self._pair, self._instance, self._version = pair, instance, version
+    def __init__(
+        self, pair: Pair, instance: Instance, step: Step, version: int, host: str, port: int, together: Agreement
+    ) -> None:
+        self._pair, self._instance, self._step, self._version = pair, instance, step, version
         self._host, self._port, self._together = host, port, together
         self._attempts = self._resends = self._retries = 0
         self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
@@ -132,7 +133,7 @@ class _Update:
             reason = str(failure)
             if isinstance(failure, VersionError):
                 self._together.give_up(instance, failure)
-                return await _refuse(pair, instance, version, failure)
+                return _refuse(pair, instance, self._step, version, failure)
             await self._fail(failure)
         committed = verified is not None
         if committed:
@@ -151,7 +152,7 @@ class _Update:
         )
         instance.updates.append(record)
         pair.updated(instance.pair, instance.name, record)
-        await pair.give(instance, Order(Action.END, instance.record.epoch, version, committed=committed, reason=reason))
+        pair.give(instance, Order(Action.END, instance.record.epoch, version, committed=committed, reason=reason))
         return record
 
     async def _until_committed(self) -> DigestCounts:
@@ -204,10 +205,11 @@ class _Update:
 
     async def _reconnect_if_needed(self) -> None:
         pair, instance = self._pair, self._instance
-        if pair.acting != pair.generation:
+        if self._step.generation != pair.generation:
             raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
         pair.check_wanted()  # a connect forgets what the instance was told to stop for
-        if instance.record.phase is Phase.CONNECTED and instance.failure is None:
+        is_current = instance.generation == pair.generation and instance.failure is None
+        if is_current and instance.record.phase is Phase.CONNECTED:
             return
         old_layout = instance.layout
         await connect_instances(pair, [instance], self._host, self._port)
@@ -229,7 +231,7 @@ class _Update:
         await instance.save()
         await self._asked("pause", instance.driver.pause())
         await self._asked("begin the update", instance.driver.begin())
-        await pair.give(instance, Order(Action.PREPARE, instance.record.epoch, version))
+        pair.give(instance, Order(Action.PREPARE, instance.record.epoch, version))
         call = watched(instance, instance.driver.transfer(instance.group))
         try:
             await self._prepare(call)
@@ -239,11 +241,11 @@ class _Update:
             await instance.store.save(instance.saved(record))  # before the first byte, not after it
             instance.adopt(record, Event.TRANSFER)
             layers = None if instance.resend is None else tuple(sorted(instance.resend))
-            await pair.give(instance, Order(Action.RUN, instance.record.epoch, version, layers=layers))
+            pair.give(instance, Order(Action.RUN, instance.record.epoch, version, layers=layers))
             await self._transfer(call)
         except Exception as error:
             # Ranks that are ready wait for the order to begin, and ranks that run wait for others that may be gone.
-            await pair.give(instance, Order(Action.END, instance.record.epoch, reason=str(error)))
+            pair.give(instance, Order(Action.END, instance.record.epoch, reason=str(error)))
             raise
         finally:
             await self._over(call)

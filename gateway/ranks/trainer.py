@@ -284,9 +284,9 @@ class TrainerWorker:
             order = take()
             if order.action is Action.JOIN:
                 self._join(name, order.epoch)
-                joined = True
             elif order.action is Action.CONNECTED:
                 self._finish_join(name)
+                joined = True
             elif order.action is Action.PREPARE and order.version == version:
                 self._report_first_pass(name, order.epoch, version)
             elif order.action is Action.RUN and order.version == version:
