@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from weightcast.gateway.client import POLL, GatewayClient, Orders
+from weightcast.gateway.client import POLL, GatewayClient, Orders, Seat
 from weightcast.gateway.ranks.digests import PartDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.host import process_identity
@@ -137,13 +137,10 @@ class InstanceWorker:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
         self.disconnect()
         self._epoch = epoch
-        try:
+        with self._telling():
             self._register(epoch)
             self._join(epoch)
             self._finish_join()
-        except BaseException as error:
-            self._tell(error)
-            raise
 
     def _register(self, epoch: int) -> None:
         self._live()
@@ -151,9 +148,7 @@ class InstanceWorker:
         report = report_of(self._layout, self._rank, self._world)
         memory = self.memory
         committed, self._uid = self._client.register_instance(
-            self._pair,
-            self._instance,
-            epoch,
+            self._seat(epoch),
             report,
             verified=memory.verified,
             of=memory.of,
@@ -180,13 +175,12 @@ class InstanceWorker:
 
     def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
         """Fetches the part, and begins to join in a thread: it waits for others, whom the gateway may give up."""
-        deadline = time.monotonic() + self._waits.gateway
-        part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
-        layout, waits = self._described(), self._waits
+        seat, layout = self._seat(epoch), self._described()
+        part = self._client.part(seat, time.monotonic() + self._waits.gateway)
         self._digests.prepare(part, layout)
         self._joining = Joining(
-            waits.join,
-            lambda joining: join(self._client, self._pair, epoch, part, layout, self._backend, self._address, joining),
+            self._waits.join,
+            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining),
             failed,
         )
         if self._given_up:
@@ -207,9 +201,8 @@ class InstanceWorker:
         try:
             member, change = self._joined(), self._change()
             layers = None if change.layers is None else list(change.layers)
-            scope = (self._pair, self._instance, self._epoch)
             deadline = time.monotonic() + self._waits.gateway
-            number, order = self._client.ready(*scope, self._rank, change.text, layers, deadline)
+            number, order = self._client.ready(self._seat(), change.text, layers, deadline)
             if order.action is not Action.RUN:
                 raise StalePlanError(f"the update was called off: {order.reason}")
             if self._cursor is not None:
@@ -277,30 +270,24 @@ class InstanceWorker:
         Called after the engine's own end of the update session. Returns False when the placement changed under the
         transfer. Then the gateway is told the layers, and has them sent again after all ranks were described anew.
         """
-        try:
-            change = self._change()
+        with self._telling():
+            change, target = self._change(), self._target
             if change.layers is None:
                 raise StalePlanError(f"changed during the transfer: {change.text}")
-            scope, target = (self._pair, self._instance, self._epoch), self._target
             if target is None:
                 raise PairStateError(f"{self._instance} rank {self._rank} has received nothing to verify")
             if change.text:
-                self._client.moved(*scope, self._rank, target, list(change.layers))
+                self._client.moved(self._seat(), target, list(change.layers))
                 return False
             if isinstance(self._sink, Settles):
                 self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
-            digests = self._digests.report(self._joined().part, self._described(), target, labels)
+            report = self._digests.report(self._joined().part, self._described(), target, labels).report
             self._still_wanted()
             # Before the report: a gateway that never hears of it cannot have committed it.
             self.memory.verified, self.memory.of = target, self._uid
-            self._ahead = self._client.digests(
-                *scope, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
-            )
+            self._ahead = self._client.digests(self._seat(), target, report, after=self._cursor, known=self._boot)
             return True
-        except BaseException as error:
-            self._tell(error)
-            raise
 
     def serve(self, wait: float = 0.0) -> int | None:
         """Follows the gateway's orders through one connect or update, for engines without an API of their own.
@@ -426,10 +413,12 @@ class InstanceWorker:
             if order.action is Action.REGISTER:
                 self.disconnect()
                 self._epoch = order.epoch
-                self._telling(lambda: self._register(order.epoch))
+                with self._telling():
+                    self._register(order.epoch)
             elif order.action is Action.JOIN:
                 epoch = order.epoch
-                self._telling(lambda: self._join(epoch, lambda error: self._tell(error, epoch)))
+                with self._telling():
+                    self._join(epoch, lambda error: self._tell(error, epoch))
             elif order.action in (Action.CONNECTED, Action.PREPARE):
                 self._finish_join()
             elif order.action is not Action.RUN:
@@ -440,9 +429,11 @@ class InstanceWorker:
         if self._displaced is not None:
             raise self._displaced
 
-    def _telling(self, step: Callable[[], None]) -> None:
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells the gateway what is raised within."""
         try:
-            step()
+            yield
         except BaseException as error:
             self._tell(error)
             raise
@@ -466,6 +457,10 @@ class InstanceWorker:
             self._heartbeat.close()
             self._heartbeat = None
         self._client.close()
+
+    def _seat(self, epoch: int | None = None) -> Seat:
+        """Place of this rank in an epoch, the present one unless given."""
+        return Seat(self._pair, self._instance, self._epoch if epoch is None else epoch, "instance", self._rank)
 
     def _described(self) -> RankLayout:
         if self._layout is None:
@@ -495,8 +490,7 @@ class InstanceWorker:
             return  # the process that has taken the place decides about the instance
         if self._quiet or self._client.lost:
             return
-        epoch = self._epoch if epoch is None else epoch
         try:
-            self._client.fail(self._pair, self._instance, epoch, "instance", self._rank, error, uid=self._uid)
+            self._client.fail(self._seat(epoch), error, uid=self._uid)
         except WeightcastError as second:
             log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcast.gateway.client import GatewayClient, Registered
+from weightcast.gateway.client import GatewayClient, Registered, Seat
 from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, report_of
@@ -239,7 +239,7 @@ class TrainerWorker:
         """Raises the failure of a connect. The gateway keeps it as an error of its own class, which asking for the part
         raises.
         """
-        self._client.part(self._pair, name, order.epoch, "trainer", self._rank, time.monotonic() + 5.0)
+        self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
         raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
     def _join(self, name: str, epoch: int) -> None:
@@ -248,17 +248,16 @@ class TrainerWorker:
         layout = self._layout
         if layout is None:
             raise PairStateError(f"trainer rank {self._rank}: join before connect")
+        seat = self._seat(name, epoch)
         try:
-            deadline = time.monotonic() + self._waits.gateway
-            part = self._client.part(self._pair, name, epoch, "trainer", self._rank, deadline)
+            part = self._client.part(seat, time.monotonic() + self._waits.gateway)
             self._digests.prepare(part, layout)
         except WeightcastError as error:
             self._tell(name, epoch, error)
             return
-        arguments, waits = (self._client, self._pair, epoch, part, layout), self._waits
         self._joining[name] = Joining(
-            waits.join,
-            lambda joining: join(*arguments, self._backend, self._address, joining, self._share),
+            self._waits.join,
+            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining, self._share),
             lambda error: self._tell(name, epoch, error),
         )
         if self._given_up:
@@ -296,6 +295,9 @@ class TrainerWorker:
                 if order.ends_update(version):
                     return
 
+    def _seat(self, name: str, epoch: int) -> Seat:
+        return Seat(self._pair, name, epoch, "trainer", self._rank)
+
     def _labels(self, version: int) -> dict[str, object]:
         return {"pair": self._pair, "version": version}
 
@@ -307,7 +309,7 @@ class TrainerWorker:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             if member.part.verify is not Verify.OFF:
                 report = self._digests.first(member.part, layout, version, self._labels(version)).report
-                self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report, first=True)
+                self._client.digests(self._seat(name, epoch), version, report, first=True)
         except Exception as error:
             self._tell(name, epoch, error)
             if not isinstance(error, WeightcastError):
@@ -336,7 +338,7 @@ class TrainerWorker:
             if executor is not None:
                 seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
                 reports[name] = replace(reports[name], digest_seconds=seconds)
-            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
+            self._client.digests(self._seat(name, epoch), version, digests.report)
         except Exception as error:
             if run is None or not run.called_off:
                 self._tell(name, epoch, error)
@@ -361,7 +363,7 @@ class TrainerWorker:
         # A failure that arrives in an epoch that is over concerns nobody any more. That the gateway is gone is told by
         # whoever waits for its orders.
         with suppress(PairStateError, TransferError):
-            self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
+            self._client.fail(self._seat(name, epoch), error)
 
 
 def _outcome(name: str, record: dict[str, Any]) -> str:
