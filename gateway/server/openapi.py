@@ -11,8 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from weightcast import __version__
 from weightcast.gateway.incarnations import HEADER
-from weightcast.gateway.server.requests import Reply, Request, json_reply
-from weightcast.gateway.server.routing import WAIT, Route, RouteBuilder, Speaker
+from weightcast.gateway.server.routing import WAIT, Answer, Call, Route, Routes, Speaker
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -28,13 +27,13 @@ _NUMBERS = {"rank", "epoch", "version"}
 _INCARNATION = f"header {HEADER} says which incarnation a trainer rank is: RANK/GENERATION/BOOT/START as registered"
 
 
-def add_document(routes: RouteBuilder) -> None:
+def add_document(routes: Routes) -> None:
     """Adds the route that serves the document. It tells of itself as well."""
 
     @routes.add("GET", "/openapi.json", Access.READ)
-    async def openapi(_: Request) -> Reply:
+    async def openapi(_: Call) -> Answer:
         """This document."""
-        return json_reply(document_of(routes.added))
+        return document_of(routes.added)
 
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:
