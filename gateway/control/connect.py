@@ -141,17 +141,12 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     topology = pair.spec.topology
     if topology is not None:
         topology = replace(topology, between_instances=False)  # instances share no communicator
-    try:
-        hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
-        outcome = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
-        plan = await asyncio.to_thread(lambda: outcome.plan)
-        share = pair.spec.bucket_bytes // max(1, len(pair.instances))
-        parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
-        checks = DigestCheck(plan)
-    except WeightcastError as error:
-        for name in layouts:
-            _connect_failed(pair, pair.instances[name], error)
-        return
+    hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
+    outcome = await asyncio.to_thread(planner.plan, trainer.joined, joined, hosts=hosts, topology=topology)
+    plan = await asyncio.to_thread(lambda: outcome.plan)
+    share = pair.spec.bucket_bytes // max(1, len(pair.instances))
+    parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
+    checks = DigestCheck(plan)
     for name in layouts:
         instance = pair.instances[name]
         instance.parts, instance.checks = parts, checks

@@ -210,8 +210,7 @@ async def _rest(instance: Instance) -> None:
         except Exception as error:  # an engine that is not there, or has no session open, is at rest too
             log.info("instance %s: %s", instance.name, error, extra={"pair": instance.pair, "instance": instance.name})
     if not instance.record.fenced:
-        instance.paused = False
-        instance.store.save_soon(instance.saved())
+        instance.resumed()
 
 
 async def _close_drivers(pair: Pair) -> None:

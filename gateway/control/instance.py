@@ -19,7 +19,7 @@ from typing import NamedTuple
 from weightcast.gateway.control.engines import make_driver
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance, check_version
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Journal, Party
+from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
@@ -101,7 +101,7 @@ class Instance(Party):
         record: InstanceRecord | None = None,
         store: Store | None = None,
     ) -> None:
-        super().__init__(f"pair {pair.name}", name, pair.settings.silence)
+        super().__init__(f"pair {pair.name}", name, pair.settings.silence, KEPT_ORDERS)
         self.pair, self.uid = pair.name, pair.uid
         self.settings = pair.settings
         self.trainer_world = pair.trainer_world
@@ -120,7 +120,6 @@ class Instance(Party):
         self.step: Step | None = None
         self.deadline: Deadline | None = None
         self.generation = 0
-        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self.clear_epoch()
 
     def clear_epoch(self) -> None:
@@ -218,6 +217,11 @@ class Instance(Party):
     async def save(self) -> None:
         """Writes the state of `saved` to the store. Raises ControlError when it cannot be written."""
         await self.store.save(self.saved())
+
+    def resumed(self) -> None:
+        """Notes that the engine was asked to go on."""
+        self.paused = False
+        self.store.save_soon(self.saved())
 
     def stop(self, error: WeightcastError) -> None:
         """Ends what is under way with `error`, unless something else has failed already."""
@@ -416,11 +420,7 @@ class Instance(Party):
 
     async def part(self, epoch: int, side: str, rank: int, wait: float) -> bytes | None:
         """A rank's part of the plan, encoded; None while there is no plan yet. Raises what made planning fail."""
-        self.check_epoch(epoch)
-        await self.poll(lambda: self.parts is not None or self.failure is not None or self.record.epoch != epoch, wait)
-        self.check_epoch(epoch)
-        if self.failure is not None:
-            raise self.failure
+        await self._poll_in(epoch, lambda: self.parts is not None, wait)
         if self.parts is None:
             return None
         make = self.parts.trainer_part if side == "trainer" else self.parts.instance_part
@@ -434,14 +434,16 @@ class Instance(Party):
 
     async def rendezvous(self, epoch: int, wait: float) -> tuple[str, int] | None:
         """Host and port at which to join; None while nobody listens yet."""
+        await self._poll_in(epoch, lambda: self.meeting is not None, wait)
+        return self.meeting
+
+    async def _poll_in(self, epoch: int, ready: Callable[[], bool], wait: float) -> None:
+        """Polls until `ready()` holds. Raises what has made the connect fail, PairStateError when the epoch is over."""
         self.check_epoch(epoch)
-        await self.poll(
-            lambda: self.meeting is not None or self.failure is not None or self.record.epoch != epoch, wait
-        )
+        await self.poll(lambda: ready() or self.failure is not None or self.record.epoch != epoch, wait)
         self.check_epoch(epoch)
         if self.failure is not None:
             raise self.failure
-        return self.meeting
 
     async def join(self, epoch: int, member: str) -> None:
         """Notes that a member has joined the communicator. Raises InputError for one that is no member."""
@@ -513,17 +515,10 @@ class Instance(Party):
         (trainer_reports if trainer else self.digests)[rank] = report
         self.notify()
 
-    # Orders for ranks
-
     def give(self, order: Order) -> None:
         """Appends an order for the ranks of the communicator."""
         self.orders.add(order)
         self.notify()
-
-    async def orders_from(self, after: int, wait: float) -> list[Order]:
-        """The orders from number `after` on; empty when there is none within `wait` seconds."""
-        await self.poll(lambda: self.orders.count > after, wait)
-        return self.orders.since(after)
 
 
 def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:

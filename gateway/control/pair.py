@@ -19,9 +19,8 @@ from typing import Any
 
 from weightcast.gateway.control.instance import RESTARTED, Instance, Step, absent, check_rank, check_report
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase
-from weightcast.gateway.control.sent import Sent
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Journal, Party
+from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
 from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, UpdateRecord
@@ -36,6 +35,7 @@ from weightcast.transfer.errors import (
     WeightcastError,
 )
 from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.planner.replan import Planner
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
@@ -55,24 +55,22 @@ Updated = Callable[[str, str, UpdateRecord], None]
 """Callback for each update of an instance that has ended: pair, instance, record."""
 
 
-def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
-
-
 class Pair(Party):
     """Everything the gateway knows of one pair, with the waits on it.
 
     `incarnations` are the trainer's processes. `boot` stands for this life of the pair, in which its orders are
-    numbered. Another life begins when the gateway starts again, or when the pair is created again.
+    numbered. Another life begins when the gateway starts again, or when the pair is created again. `sent` has the last
+    report of each trainer rank, as bytes and decoded: it sends the same for every instance of an update.
     """
 
     def __init__(
         self,
         spec: PairSpec,
         store: Store | None = None,
-        updated: Updated = _unseen,
+        updated: Updated = lambda pair, instance, record: None,
         processes: Iterable[Standing] = (),
     ) -> None:
-        super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence)
+        super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence, KEPT_ORDERS)
         if spec.trainer_world < 1:
             raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
         for name in (spec.name, *spec.instances):
@@ -95,9 +93,8 @@ class Pair(Party):
         self.results: dict[int, dict[str, UpdateRecord]] = {}
         self.incarnations = Incarnations(spec.name, processes)
         self.asking: dict[asyncio.Task[Any], Incarnation] = {}
-        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self._first_order = 0
-        self.sent = Sent()
+        self.sent: dict[int, tuple[bytes, DigestReport]] = {}
         self._result: tuple[dict[str, UpdateRecord], str] | None = None
         self._under_way: tuple[int, tuple[str, ...], int] | None = None
 
@@ -179,11 +176,6 @@ class Pair(Party):
         if holder in (None, step):
             instance.give(order)
         self.notify()
-
-    async def orders_from(self, after: int, wait: float) -> list[Order]:
-        """The orders of all instances from number `after` on; empty when there is none within `wait` seconds."""
-        await self.poll(lambda: self.orders.count > after, wait)
-        return self.orders.since(after)
 
     # The trainer
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from weightcast.gateway.control.barrier import Agreement
 from weightcast.gateway.control.connect import connect_instances, merge_trainer_reports, watched
@@ -152,8 +153,11 @@ class _Update:
         )
         instance.updates.append(record)
         pair.updated(instance.pair, instance.name, record)
-        pair.give(instance, Order(Action.END, instance.record.epoch, version, committed=committed, reason=reason))
+        self._give(Action.END, version, committed=committed, reason=reason)
         return record
+
+    def _give(self, action: Action, version: int | None = None, **fields: Any) -> None:
+        self._pair.give(self._instance, Order(action, self._instance.record.epoch, version, **fields))
 
     async def _until_committed(self) -> DigestCounts:
         instance, settings = self._instance, self._pair.spec.settings
@@ -182,7 +186,7 @@ class _Update:
                     raise
                 self._resends += 1
                 log.warning("instance %s: %s; sending them again", instance.name, move, extra=self._where)
-                layers = {layer for rank_layers in instance.moved.values() for layer in rank_layers}
+                layers = set().union(*instance.moved.values())
                 instance.resend = layers if instance.resend is None else instance.resend | layers
                 await self._send_again(move)
             except TransferError as loss:
@@ -220,42 +224,63 @@ class _Update:
             instance.resend = None if moved_layers is None else instance.resend | moved_layers
 
     async def _attempt(self) -> DigestCounts:
-        """Makes one pass through all steps.
+        """Makes one pass through all steps, the same for every kind of engine: its driver is behind them.
 
-        Raises StalePlanError while nothing was written, and _MovedError afterwards.
+        Raises StalePlanError while nothing was written, and _MovedError afterwards. `run` resumes the engine.
         """
-        pair, instance, version = self._pair, self._instance, self._version
-        instance.clear_update()
-        instance.on(Event.PREPARE, version=version)
-        instance.paused = True  # also if the call fails: a pause that timed out may have been heard
-        await instance.save()
-        await self._asked("pause", instance.driver.pause())
-        await self._asked("begin the update", instance.driver.begin())
-        pair.give(instance, Order(Action.PREPARE, instance.record.epoch, version))
-        call = watched(instance, instance.driver.transfer(instance.group))
-        try:
+        driver = self._instance.driver
+        await self._begin()
+        await self._asked("pause", driver.pause())
+        await self._asked("begin the update", driver.begin())
+        async with self._engine_transfer() as call:
             await self._prepare(call)
             await self._first_pass()
-            await self._together.reach(instance, "ready", instance.left(pair.spec.settings.longest))
-            record = advance(instance.record, Event.TRANSFER)
-            await instance.store.save(instance.saved(record))  # before the first byte, not after it
-            instance.adopt(record, Event.TRANSFER)
-            layers = None if instance.resend is None else tuple(sorted(instance.resend))
-            pair.give(instance, Order(Action.RUN, instance.record.epoch, version, layers=layers))
+            await self._reach("ready")
+            await self._fence()
             await self._transfer(call)
+        await self._asked("end the update", driver.end())
+        verified = await self._verify()
+        await self._reach("verified")
+        await self._asked("publish the version", driver.publish(self._version))
+        await self._reach("published")
+        await self._commit()
+        return verified
+
+    async def _begin(self) -> None:
+        instance = self._instance
+        instance.clear_update()
+        instance.on(Event.PREPARE, version=self._version)
+        instance.paused = True  # also if the call fails: a pause that timed out may have been heard
+        await instance.save()
+
+    @asynccontextmanager
+    async def _engine_transfer(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Makes the ranks prepare. The engine's own call is over when this is left, before anything else is asked."""
+        instance = self._instance
+        self._give(Action.PREPARE, self._version)
+        call = watched(instance, instance.driver.transfer(instance.group))
+        try:
+            yield call
         except Exception as error:
             # Ranks that are ready wait for the order to begin, and ranks that run wait for others that may be gone.
-            pair.give(instance, Order(Action.END, instance.record.epoch, reason=str(error)))
+            self._give(Action.END, reason=str(error))
             raise
         finally:
             await self._over(call)
-        await self._asked("end the update", instance.driver.end())
-        verified = await self._verify()
-        await self._together.reach(instance, "verified", instance.left(pair.spec.settings.longest))
-        await self._asked("publish the version", instance.driver.publish(version))
-        await self._together.reach(instance, "published", instance.left(pair.spec.settings.longest))
-        await self._commit()
-        return verified
+
+    async def _reach(self, stage: str) -> None:
+        """Returns when all instances that commit together have reached a stage."""
+        await self._together.reach(self._instance, stage, self._instance.left(self._pair.spec.settings.longest))
+
+    async def _fence(self) -> None:
+        """Fences the instance on the disk, then lets its ranks run."""
+        instance = self._instance
+        record = advance(instance.record, Event.TRANSFER)
+        await instance.store.save(instance.saved(record))  # before the first byte, not after it
+        instance.adopt(record, Event.TRANSFER)
+        self._give(
+            Action.RUN, self._version, layers=None if instance.resend is None else tuple(sorted(instance.resend))
+        )
 
     async def _asked(self, what: str, step: Awaitable[None]) -> None:
         """Runs a step of the engine, within the time for the whole update."""
@@ -368,9 +393,7 @@ class _Update:
     def _moved(self) -> _MovedError:
         instance = self._instance
         rank = min(instance.moved)
-        layers = ", ".join(
-            map(str, sorted({layer for rank_layers in instance.moved.values() for layer in rank_layers}))
-        )
+        layers = ", ".join(map(str, sorted(set().union(*instance.moved.values()))))
         text = f"instance {instance.name}: rank {rank}: the expert placement of layers {layers} changed"
         if not self._resends:
             return _MovedError(f"{text} during the transfer")
@@ -414,8 +437,7 @@ class _Update:
             error = str(failure) or f"it did not answer within {seconds:g} s"
             log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)
             return f"the version is committed, but the engine did not go on: {error}"
-        instance.paused = False
-        instance.store.save_soon(instance.saved())
+        instance.resumed()
         return ""
 
     async def _heard(self, error: WeightcastError) -> WeightcastError:
@@ -441,8 +463,7 @@ class _Update:
         # Only what was paused here is resumed: an engine may have been left paused by somebody who knew why.
         if instance.paused and not instance.record.fenced:
             await self._best_effort("resume", instance.driver.resume())
-            instance.paused = False
-            instance.store.save_soon(instance.saved())
+            instance.resumed()
 
     async def _best_effort(self, what: str, step: Awaitable[None]) -> None:
         """Runs a step after a failure. One more refusal, or no answer at all, is logged and changes nothing."""

@@ -98,6 +98,7 @@ class InstanceWorker:
         self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
         self._rank, self._world = rank, world_size
+        self._who = f"{instance} rank {rank}"
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
         self._member: Member | None = None
@@ -209,7 +210,7 @@ class InstanceWorker:
                 self._cursor = number + 1  # this order need not be asked for
             executor = member.executor_for(order.layers, self._described())
             if executor is None or member.group is None:
-                raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
+                raise PairStateError(f"{self._who} is not joined")
             self._run = Run(self._epoch, member.group)
             self._still_wanted()
             self.memory.uncommitted, self.memory.verified = True, None
@@ -238,7 +239,7 @@ class InstanceWorker:
 
     def _still_wanted(self) -> None:
         if self._given_up:
-            raise PairStateError(f"{self._instance} rank {self._rank}: another connect has taken the place of this one")
+            raise PairStateError(f"{self._who}: another connect has taken the place of this one")
 
     def failed(self, error: BaseException) -> None:
         """Tells the gateway what keeps this rank from its part."""
@@ -248,7 +249,7 @@ class InstanceWorker:
         """Ends the run when the gateway answers a beat that it waits for another one, or for none."""
         run = self._run
         if run is not None and sent > run.since and running != run.epoch:
-            log.warning("%s rank %d: the run is called off", self._instance, self._rank)
+            log.warning("%s: the run is called off", self._who)
             run.call_off()
 
     def _unheard(self, seconds: float, error: WeightcastError) -> None:
@@ -261,7 +262,7 @@ class InstanceWorker:
             return
         run = self._run
         if run is not None:
-            log.warning("%s rank %d: the run is called off: %s", self._instance, self._rank, error)
+            log.warning("%s: the run is called off: %s", self._who, error)
             run.call_off()
 
     def verify(self) -> bool:
@@ -275,7 +276,7 @@ class InstanceWorker:
             if change.layers is None:
                 raise StalePlanError(f"changed during the transfer: {change.text}")
             if target is None:
-                raise PairStateError(f"{self._instance} rank {self._rank} has received nothing to verify")
+                raise PairStateError(f"{self._who} has received nothing to verify")
             if change.text:
                 self._client.moved(self._seat(), target, list(change.layers))
                 return False
@@ -346,14 +347,8 @@ class InstanceWorker:
         if not self._absent:
             self._absent = True
             self.disconnect()
-            log.warning(
-                "%s rank %d: %s; this rank keeps version %s and waits for pair %s to be created again",
-                self._instance,
-                self._rank,
-                error,
-                self.version,
-                self._pair,
-            )
+            text = f"keeps version {self.version} and waits for pair {self._pair} to be created again"
+            log.warning("%s: %s; this rank %s", self._who, error, text)
 
     def _first_order(self) -> int:
         """Number of the first order for this worker, behind those that an earlier one has followed."""
@@ -370,12 +365,8 @@ class InstanceWorker:
         """Leaves the life of the pair that is over, as the gateway was restarted or the pair created again. An update
         that was under way is over, committed if the gateway says so: then returns its version.
         """
-        log.warning(
-            "%s rank %d: the gateway was restarted or the pair created again; this rank holds version %s",
-            self._instance,
-            self._rank,
-            self.version,
-        )
+        text = "the gateway was restarted or the pair created again; this rank holds version"
+        log.warning("%s: %s %s", self._who, text, self.version)
         self.disconnect()
         self._live()
         status, memory = self._client.pair_status(self._pair), self.memory
@@ -464,12 +455,12 @@ class InstanceWorker:
 
     def _described(self) -> RankLayout:
         if self._layout is None:
-            raise PairStateError(f"{self._instance} rank {self._rank} has not registered")
+            raise PairStateError(f"{self._who} has not registered")
         return self._layout
 
     def _joined(self) -> Member:
         if self._member is None:
-            raise PairStateError(f"{self._instance} rank {self._rank} has not joined")
+            raise PairStateError(f"{self._who} has not joined")
         return self._member
 
     def _change(self) -> Change:
@@ -484,7 +475,7 @@ class InstanceWorker:
     def _tell(self, error: BaseException, epoch: int | None = None) -> None:
         """Tells the gateway what failed in `epoch`, the present one unless given."""
         labels = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
-        log.error("%s rank %d: %s", self._instance, self._rank, error, extra=labels)
+        log.error("%s: %s", self._who, error, extra=labels)
         if isinstance(error, DisplacedError):
             self._displaced = error
             return  # the process that has taken the place decides about the instance
@@ -493,4 +484,4 @@ class InstanceWorker:
         try:
             self._client.fail(self._seat(epoch), error, uid=self._uid)
         except WeightcastError as second:
-            log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)
+            log.error("%s: could not tell the gateway: %s", self._who, second)

@@ -108,12 +108,11 @@ async def digests(call: Call) -> Answer:
     """Digests of a rank. With `after` the reply has the orders that follow."""
     pair, instance, side = call.pair, call.instance, call.side()
     body = await call.body()
-    report = pair.sent.get(call.rank, body) if side == "trainer" else None
-    if report is None:
-        report = await decoded(body, wire.decode_digests)
+    last = pair.sent.get(call.rank) if side == "trainer" else None
+    report = last[1] if last is not None and last[0] == body else await decoded(body, wire.decode_digests)
     await instance.report_digests(call.epoch, side, call.rank, call.whole("version"), report, call.flag("first"))
     if side == "trainer":
-        pair.sent.keep(call.rank, body, report)
+        pair.sent[call.rank] = body, report
     return await _orders_of(call) if call.has("after") else None
 
 
