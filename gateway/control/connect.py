@@ -112,8 +112,10 @@ async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) ->
             seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
         )
-        reports = list(pair.trainer_reports.values())
-        pair.trainer_layout = await asyncio.to_thread(merge_trainer, reports)
+        generation, reports = pair.generation, list(pair.trainer_reports.values())
+        layout = await asyncio.to_thread(merge_trainer, reports)
+        if generation == pair.generation:  # else it is that of a trainer that has started anew meanwhile
+            pair.trainer_layout = layout
 
 
 async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:

@@ -61,7 +61,7 @@ def _operation(route: Route) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": _schema_of(name)} for name in names
     ]
-    for name, schema, meaning in route.query:
+    for name, schema, meaning in route.parameters.values():
         parameters.append({"name": name, "in": "query", "schema": schema, "description": meaning})
     if route.speaker in (Speaker.TRAINER, Speaker.SIDE):
         described = {"name": HEADER, "in": "header", "schema": {"type": "string"}, "description": _INCARNATION}
@@ -75,7 +75,8 @@ def _operation(route: Route) -> dict[str, Any]:
     }
     if WAIT in route.query:
         responses["204"] = {"description": "nothing yet: ask again"}
-    operation: dict[str, Any] = {"summary": route.summary, "tags": [route.access.name.lower()]}
+    summary = " ".join((route.answer.__doc__ or "").split())
+    operation: dict[str, Any] = {"summary": summary, "tags": [route.access.name.lower()]}
     operation["description"] = f"Asked by {route.speaker.value}; needs a token of scope {route.access.name.lower()}."
     operation |= {"parameters": parameters, "responses": responses}
     if route.body is not None:

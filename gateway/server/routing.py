@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -92,6 +94,7 @@ class Call(Request):
 Handler = Callable[[Call], Awaitable[Answer]]
 
 
+@dataclass(frozen=True, eq=False)
 class Route:
     """Answer to one method and path. `body` is the record of a JSON body, bytes for msgpack, None where there is none.
 
@@ -100,26 +103,24 @@ class Route:
     displaces who waits for it.
     """
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        access: Access,
-        speaker: Speaker,
-        answer: Handler,
-        query: Sequence[Query] = (),
-        body: type[BaseModel] | type[bytes] | None = None,
-        kinds: Sequence[str] = ("application/json",),
-    ) -> None:
-        self.method, self.path, self.access, self.speaker = method, path, access, speaker
-        names = [IDENTITY] if "{instance}" in path and speaker is not Speaker.ANYBODY else []
-        self.answer, self.query, self.body, self.kinds = answer, [*query, *names], body, kinds
-        self.summary = " ".join((answer.__doc__ or "").split())
-        self.parameters = frozenset(parameter.name for parameter in self.query)
+    method: str
+    path: str
+    access: Access
+    speaker: Speaker
+    answer: Handler
+    query: Sequence[Query] = ()
+    body: type[BaseModel] | type[bytes] | None = None
+    kinds: Sequence[str] = ("application/json",)
+
+    @cached_property
+    def parameters(self) -> dict[str, Query]:
+        """Parameters of its query by name. Ranks of instances say which process they are as well."""
+        names = [IDENTITY] if "{instance}" in self.path and self.speaker is not Speaker.ANYBODY else []
+        return {parameter.name: parameter for parameter in (*self.query, *names)}
 
     async def __call__(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            call = Call(scope["path_params"], scope["query_string"], receive, scope["headers"], self.parameters)
+            call = Call(scope["path_params"], scope["query_string"], receive, scope["headers"], self.parameters.keys())
             call.gateway = gateway
             answer = await self._checked(call)
             reply = answer if isinstance(answer, Reply) else json_reply(answer or {})
