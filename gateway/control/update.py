@@ -105,7 +105,8 @@ def _refuse(
     log.error(
         "pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=fields
     )
-    pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)), step)
+    if instance.present:  # one that has left had its last order
+        pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)), step)
     return UpdateRecord(version, False, instance.record.fenced, str(error), seconds)
 
 

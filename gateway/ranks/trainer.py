@@ -161,7 +161,9 @@ class TrainerWorker:
                 f"trainer rank {self._rank}: the layout is not the one that was registered; connect again"
             )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
-            self._rebind(layout)
+            for member in self._members.values():
+                member.rebind(layout)  # the plan holds, the executors get new views
+        self._layout = layout
         deadline = time.monotonic() + self._waits.gateway
         boot = self._client.offer(self._pair, self._rank, version, deadline)
         if boot is None:
@@ -211,12 +213,6 @@ class TrainerWorker:
         self._members.clear()
         self._digests.close()
         self._client.close()
-
-    def _rebind(self, layout: RankLayout) -> None:
-        """Takes a layout with the same regions at new addresses: the plan holds, the executors get new views."""
-        self._layout = layout
-        for member in self._members.values():
-            member.rebind(layout)
 
     def _follow_connect(self, name: str, take: Callable[[], Order]) -> None:
         while True:
@@ -303,12 +299,12 @@ class TrainerWorker:
 
     def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
         """Reports the digests of the weights to the gateway, before anything of them is sent."""
-        member, layout = self._members.get(name), self._layout
+        member = self._members.get(name)
         try:
-            if member is None or layout is None:
+            if member is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             if member.part.verify is not Verify.OFF:
-                report = self._digests.first(member.part, layout, version, self._labels(version)).report
+                report = self._digests.first(member.part).report
                 self._client.digests(self._seat(name, epoch), version, report, first=True)
         except Exception as error:
             self._tell(name, epoch, error)
@@ -334,9 +330,9 @@ class TrainerWorker:
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
                 # What is over cannot be called off: the update may end before this rank hears that it has reported.
                 del self._running[name]
-            digests = self._digests.second(member.part, layout, version, labels, since=since).result()
+            digests = self._digests.second(member.part, since=since).result()
             if executor is not None:
-                seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
+                seconds = self._digests.first(member.part).seconds + digests.seconds
                 reports[name] = replace(reports[name], digest_seconds=seconds)
             self._client.digests(self._seat(name, epoch), version, digests.report)
         except Exception as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -191,5 +192,28 @@ def test_an_engine_that_does_not_come_to_rest_keeps_back_nobody_else() -> None:
         assert not recovering.done()
         recovering.cancel()
         await asyncio.gather(recovering, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_layout_that_is_merged_while_the_trainer_starts_anew_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        play = Play(A)
+        for trainer in play.trainers:
+            await trainer.register()
+        merges, goes_on, merge = threading.Event(), threading.Event(), coordinator.merge_trainer
+
+        def slow(reports: Sequence[RankReport]) -> object:
+            merges.set()
+            goes_on.wait(SOON)
+            return merge(reports)
+
+        monkeypatch.setattr(coordinator, "merge_trainer", slow)
+        merging = asyncio.create_task(coordinator.merge_trainer_reports(play.pair))
+        await asyncio.to_thread(merges.wait, SOON)
+        await play.trainers[0].register()
+        goes_on.set()
+        await merging
+        assert play.pair.trainer_layout is None
 
     asyncio.run(run())
