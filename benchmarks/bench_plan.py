@@ -39,7 +39,7 @@ import numpy as np
 from plan_layouts import instance_reports, random_maps, same_rank_pairs, trainer_reports
 
 from weightcast.gateway.layouts.merge import merge_instance, merge_trainer
-from weightcast.gateway.server.heap import keep_freed_memory
+from weightcast.gateway.server.run import keep_freed_memory
 from weightcast.offline.models import MODELS, ModelShape
 from weightcast.transfer.layout.joined import JoinedRanks
 from weightcast.transfer.plan.operations import TransferPlan

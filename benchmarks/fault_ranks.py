@@ -185,11 +185,11 @@ def run_trainer(rank: int, world: int, url: str, token: str, options: dict[str, 
 
     worker._client.digests = stepping  # type: ignore[method-assign]
 
-    def named(method: str, phase: str, name_at: int, last: str = "") -> None:
+    def named(method: str, phase: str, name_of: Callable[[Any], str], last: str = "") -> None:
         inner = getattr(worker, method) if hasattr(worker, method) else getattr(worker._client, method)
 
         def outer(*arguments: Any, **which: Any) -> Any:
-            mine = arguments[name_at] == watched[0] and not which.get("first")
+            mine = name_of(arguments[0]) == watched[0] and not which.get("first")
             if mine:
                 control.at(phase)
             result = inner(*arguments, **which)
@@ -199,9 +199,9 @@ def run_trainer(rank: int, world: int, url: str, token: str, options: dict[str, 
 
         setattr(worker if hasattr(worker, method) else worker._client, method, outer)
 
-    named("_join", "join", 0)
-    named("_run", "run", 0)
-    named("digests", "verify", 1, "commit")
+    named("_join", "join", str)
+    named("_run", "run", str)
+    named("digests", "verify", lambda seat: str(seat.instance), "commit")
     while True:
         what, *arguments = pipe.recv()
         if what == "end":

@@ -48,7 +48,6 @@ def _run(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.control.gateway import Gateway
     from weightcast.gateway.control.store import Store
     from weightcast.gateway.server.app import make_app
-    from weightcast.gateway.server.heap import keep_freed_memory
     from weightcast.gateway.server.logs import set_up
     from weightcast.gateway.server.run import make_server
 
@@ -71,7 +70,6 @@ def _run(arguments: argparse.Namespace) -> None:
             "%s is not loopback and not encrypted: tokens can be read on the way; use --tls-cert", url
         )
     _show(url, new_tokens, as_json=arguments.json)
-    keep_freed_memory()
     with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])
     if not server.started:

@@ -37,11 +37,10 @@ from weightcast.transfer.planner.topology import Topology
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered"]
+__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered", "Seat"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
-_MSGPACK = {"Content-Type": MSGPACK}
 POLL = 20.0
 """Seconds of one long poll at most."""
 _LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
@@ -65,6 +64,26 @@ class Registered(NamedTuple):
     generation: int
     first_order: int
     boot: str
+
+
+class Seat(NamedTuple):
+    """Place of a rank in the communicator of one epoch of an instance; `side` is "trainer" or "instance"."""
+
+    pair: str
+    instance: str
+    epoch: int
+    side: str
+    rank: int
+
+    @property
+    def epoch_path(self) -> str:
+        """Path of what is asked for the epoch."""
+        return f"/pairs/{self.pair}/instances/{self.instance}/{self.epoch}"
+
+    @property
+    def path(self) -> str:
+        """Path of what members of the communicator ask, those of both sides."""
+        return f"{self.epoch_path}/{self.side}/{self.rank}"
 
 
 class GatewayClient:
@@ -282,9 +301,6 @@ class GatewayClient:
 
     # Single ranks
 
-    def _base(self, pair: str, instance: str, epoch: int) -> str:
-        return f"/pairs/{pair}/instances/{instance}/{epoch}"
-
     def register_trainer(
         self, pair: str, report: RankReport, start: str = "", *, resumes: bool = False, takeover: bool = False
     ) -> Registered:
@@ -297,17 +313,14 @@ class GatewayClient:
         params: dict[str, Any] = {"start": start, "pid": os.getpid(), "resumes": resumes, "takeover": takeover}
         if self.incarnation is not None:
             params["was"] = self.incarnation.generation
-        content = wire.encode_report(report)
-        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        answer = self._send(path, params, wire.encode_report(report))
         registered = Registered(int(answer["generation"]), int(answer["first_order"]), str(answer["boot"]))
         self.incarnation = Incarnation(report.rank, registered.generation, registered.boot, start)
         return registered
 
     def register_instance(
         self,
-        pair: str,
-        instance: str,
-        epoch: int,
+        seat: Seat,
         report: RankReport,
         *,
         verified: int | None = None,
@@ -320,13 +333,16 @@ class GatewayClient:
 
         Returns True if the rank holds the committed version, and the uid of the pair.
         """
-        path = f"{self._base(pair, instance, epoch)}/ranks/{report.rank}/report"
         params: dict[str, Any] = {"of": of, "uncommitted": uncommitted, "followed": followed}
         if verified is not None:
             params["verified"] = verified
-        content = wire.encode_report(report)
-        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        answer = self._send(f"{seat.epoch_path}/ranks/{seat.rank}/report", params, wire.encode_report(report))
         return bool(answer["committed"]), str(answer["uid"])
+
+    def _send(self, path: str, params: dict[str, Any], content: bytes) -> dict[str, Any]:
+        """Posts a message of `wire.messages`. Returns the answer."""
+        headers = {"Content-Type": MSGPACK}
+        return dict(self._call("POST", path, params=params, content=content, headers=headers).json())
 
     def beat(self, path: str, identity: str) -> int | None:
         """Says that a rank lives. `path` is "PAIR/trainer/RANK" or "PAIR/instances/INSTANCE/ranks/RANK". Returns
@@ -339,39 +355,32 @@ class GatewayClient:
         """Says that a rank started anew after its instance had joined."""
         self._call("POST", f"/pairs/{pair}/instances/{instance}/ranks/{rank}/restarted")
 
-    def part(self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float) -> RankPart:
+    def part(self, seat: Seat, deadline: float) -> RankPart:
         """Waits for the plan, and returns a rank's part of it."""
-        path = f"{self._base(pair, instance, epoch)}/parts/{side}/{rank}"
-        return wire.decode_part(self._poll(path, deadline, f"the part of {side} rank {rank} for {instance}").content)
+        path, what = f"parts/{seat.side}/{seat.rank}", f"the part of {seat.side} rank {seat.rank} for {seat.instance}"
+        return wire.decode_part(self._poll(f"{seat.epoch_path}/{path}", deadline, what).content)
 
-    def set_rendezvous(self, pair: str, instance: str, epoch: int, side: str, rank: int, host: str, port: int) -> None:
+    def set_rendezvous(self, seat: Seat, host: str, port: int) -> None:
         """Says that this rank, the first member of a communicator, listens at `host` and `port`."""
-        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/rendezvous"
-        self._call("PUT", path, json={"host": host, "port": port})
+        self._call("PUT", f"{seat.path}/rendezvous", json={"host": host, "port": port})
 
-    def rendezvous(
-        self, pair: str, instance: str, epoch: int, side: str, rank: int, deadline: float
-    ) -> tuple[str, int]:
+    def rendezvous(self, seat: Seat, deadline: float) -> tuple[str, int]:
         """Waits until the first member of a communicator listens. Returns its host and port."""
-        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/rendezvous"
-        answer = self._poll(path, deadline, f"the rendezvous of {instance}").json()
+        answer = self._poll(f"{seat.path}/rendezvous", deadline, f"the rendezvous of {seat.instance}").json()
         return str(answer["host"]), int(answer["port"])
 
-    def joined(self, pair: str, instance: str, epoch: int, side: str, rank: int) -> None:
+    def joined(self, seat: Seat) -> None:
         """Says that a member of a communicator has joined."""
-        self._call("POST", f"{self._base(pair, instance, epoch)}/{side}/{rank}/joined")
+        self._call("POST", f"{seat.path}/joined")
 
-    def fail(
-        self, pair: str, instance: str, epoch: int, side: str, rank: int, error: BaseException, *, uid: str = ""
-    ) -> None:
+    def fail(self, seat: Seat, error: BaseException, *, uid: str = "") -> None:
         """Says what stopped a rank, so that nobody waits for it. `uid` is that of the pair with which it registered."""
         name = type(error).__name__
         message = " ".join(str(error).split())[:9_000]
         if name not in errors.__all__:
             name, message = "ControlError", f"{name}: {message}"
-        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/failures"
         params = {"uid": uid} if uid else {}
-        self._call("POST", path, params=params, json={"error": name, "message": message})
+        self._call("POST", f"{seat.path}/failures", params=params, json={"error": name, "message": message})
 
     def orders(self, pair: str, instance: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders of an instance from number `after` on; waits up to `wait` seconds, POLL at most, for the first.
@@ -380,40 +389,25 @@ class GatewayClient:
         """
         return self._orders(f"/pairs/{pair}/instances/{instance}/orders", after, wait, known)
 
-    def ready(
-        self,
-        pair: str,
-        instance: str,
-        epoch: int,
-        rank: int,
-        stale: str,
-        layers: list[int] | None,
-        deadline: float,
-    ) -> tuple[int, Order]:
+    def ready(self, seat: Seat, stale: str, layers: list[int] | None, deadline: float) -> tuple[int, Order]:
         """Reports a rank's check before the transfer, see `Instance.ready`. Waits for the next order: RUN, or END when
         the update was called off. Returns the number of the order, and the order.
         """
-        base = self._base(pair, instance, epoch)
         wait = max(0.0, min(self._longest_poll, deadline - time.monotonic()))
         body = {"stale": stale, "layers": layers}
-        answer = self._call("POST", f"{base}/ranks/{rank}/ready", params={"wait": wait}, json=body)
+        answer = self._call("POST", f"{seat.epoch_path}/ranks/{seat.rank}/ready", params={"wait": wait}, json=body)
         if answer.status_code == httpx.codes.NO_CONTENT:
-            answer = self._poll(f"{base}/go", deadline, f"the go-ahead for {instance}")
+            answer = self._poll(f"{seat.epoch_path}/go", deadline, f"the go-ahead for {seat.instance}")
         record = answer.json()
         return int(record["number"]), Order.parse(record)
 
-    def moved(self, pair: str, instance: str, epoch: int, rank: int, version: int, layers: list[int]) -> None:
+    def moved(self, seat: Seat, version: int, layers: list[int]) -> None:
         """Reports layers whose placement changed during the transfer, in place of digests."""
-        body = {"version": version, "layers": layers}
-        self._call("POST", f"{self._base(pair, instance, epoch)}/ranks/{rank}/moved", json=body)
+        self._call("POST", f"{seat.epoch_path}/ranks/{seat.rank}/moved", json={"version": version, "layers": layers})
 
     def digests(
         self,
-        pair: str,
-        instance: str,
-        epoch: int,
-        side: str,
-        rank: int,
+        seat: Seat,
         version: int,
         report: DigestReport,
         *,
@@ -424,12 +418,10 @@ class GatewayClient:
         """Reports the digests of a rank: of a trainer rank's `first` pass or of its second. With `after` it waits for
         orders like `orders`, up to POLL seconds, and returns them.
         """
-        path = f"{self._base(pair, instance, epoch)}/{side}/{rank}/digests"
         params: dict[str, Any] = {"version": version, "first": first}
         if after is not None:
             params |= {"after": after, "wait": self._longest_poll, "known": known}
-        content = wire.encode_digests(report)
-        answer = self._call("POST", path, params=params, content=content, headers=_MSGPACK).json()
+        answer = self._send(f"{seat.path}/digests", params, wire.encode_digests(report))
         return None if after is None else _orders_of(answer)
 
 

@@ -11,7 +11,7 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """The instances that commit together; with none, each goes its own way and nobody waits."""
+    """The instances that commit together; one that is alone waits for nobody."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self._instances = tuple(instances)
@@ -39,12 +39,7 @@ class Agreement:
         await instance.until(lambda: False, seconds, lambda: self._missing(stage, arrivals))
 
     def committing(self, instance: Instance) -> tuple[Instance, ...]:
-        """The instances that `instance` commits: itself alone, if none go together.
-
-        Else these are all instances for the first that asks, and none for the others.
-        """
-        if not self._instances:
-            return (instance,)
+        """The instances that `instance` commits: all for the first that asks, and none for the others."""
         if self._committer:
             return ()
         self._committer = instance.name
@@ -52,8 +47,6 @@ class Agreement:
 
     async def committed(self, instance: Instance, seconds: float) -> None:
         """Returns when the instance that commits for all has committed. Raises UpdateError if it could not."""
-        if not self._instances:
-            return
         arrivals = await self._arrive(instance, "committed")
         await instance.wait(
             lambda: self._committer in arrivals or bool(self._broken),

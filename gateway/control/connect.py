@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightcast.gateway.control.instance import Instance, absent
+from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.digest_check import DigestCheck
@@ -31,26 +31,34 @@ log = logging.getLogger("weightcast.gateway")
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
     """Connects every instance to a generation of the trainer. Failures stay with their instance.
 
-    If the trainer has started anew before this connect's turn, nothing is done: another connect follows.
+    Each is released as soon as it is connected. If the trainer has started anew before this connect's turn, nothing is
+    done: another connect follows.
     """
-    async with pair.busy:
-        if generation != pair.generation:
-            pair.let_go()
-            return
-        pair.acting = generation
-        instances = pair.present
+    step = Step(generation)
+    instances = await pair.hold(step, pair.present)
+    try:
         try:
             await merge_trainer_reports(pair)
         except Exception as error:  # whatever it is, the ranks have to be told
             for instance in instances:
-                await _connect_failed(pair, instance, as_weightcast_error(error))
+                _connect_failed(pair, instance, as_weightcast_error(error))
         else:
-            await connect_instances(pair, instances, gateway_host, gateway_port)
-        pair.let_go()
+            await connect_instances(pair, instances, gateway_host, gateway_port, lambda i: pair.release(step, [i]))
+    finally:
+        pair.release(step, instances)
 
 
-async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str, port: int) -> None:
-    """Starts a new epoch for each of `instances`, planned together so that the trainer's load is spread over all."""
+async def connect_instances(
+    pair: Pair,
+    instances: Sequence[Instance],
+    host: str,
+    port: int,
+    ended: Callable[[Instance], None] = lambda instance: None,
+) -> None:
+    """Starts a new epoch for each of `instances`, planned together so that the trainer's load is spread over all.
+
+    `ended` is told of each instance that is connected, or has failed.
+    """
     calls = {}
     for instance in instances:
         if instance.record.phase is not Phase.REGISTERING:
@@ -60,13 +68,13 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
             await instance.save()  # a later life of the gateway must not count this epoch again
         except ControlError as error:
             instance.stop(error)
-        await pair.give(instance, Order(Action.REGISTER, instance.record.epoch, pair.updating))
+        pair.give(instance, Order(Action.REGISTER, instance.record.epoch, instance.updating))
         calls[instance.name] = watched(instance, _engine_connect(instance, host, port))
     layouts = await asyncio.gather(*(_merge_instance(pair, i) for i in instances), return_exceptions=True)
     merged_layouts: dict[str, InstanceLayout] = {}
     for instance, layout in zip(instances, layouts, strict=True):
         if isinstance(layout, BaseException):
-            await _connect_failed(pair, instance, as_weightcast_error(layout))
+            _connect_failed(pair, instance, as_weightcast_error(layout))
         else:
             merged_layouts[instance.name] = instance.layout = layout
     if merged_layouts:
@@ -74,8 +82,13 @@ async def connect_instances(pair: Pair, instances: Sequence[Instance], host: str
             await _plan(pair, merged_layouts)
         except Exception as error:
             for name in merged_layouts:
-                await _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
-    await asyncio.gather(*(_finish_connect(pair, i, calls[i.name]) for i in instances))
+                _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
+
+    async def finish(instance: Instance) -> None:
+        await _finish_connect(pair, instance, calls[instance.name])
+        ended(instance)
+
+    await asyncio.gather(*map(finish, instances))
 
 
 async def _engine_connect(instance: Instance, host: str, port: int) -> None:
@@ -99,8 +112,10 @@ async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) ->
             seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
         )
-        reports = list(pair.trainer_reports.values())
-        pair.trainer_layout = await asyncio.to_thread(merge_trainer, reports)
+        generation, reports = pair.generation, list(pair.trainer_reports.values())
+        layout = await asyncio.to_thread(merge_trainer, reports)
+        if generation == pair.generation:  # else it is that of a trainer that has started anew meanwhile
+            pair.trainer_layout = layout
 
 
 async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
@@ -126,21 +141,16 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     topology = pair.spec.topology
     if topology is not None:
         topology = replace(topology, between_instances=False)  # instances share no communicator
-    try:
-        hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
-        plan = await asyncio.to_thread(plan_transfer, trainer.joined, joined, hosts=hosts, topology=topology)
-        share = pair.spec.bucket_bytes // max(1, len(pair.instances))
-        parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
-        checks = DigestCheck(plan)
-    except WeightcastError as error:
-        for name in layouts:
-            await _connect_failed(pair, pair.instances[name], error)
-        return
+    hosts = Hosts.of(trainer.hosts, [layout.hosts for layout in layouts.values()], topology)
+    plan = await asyncio.to_thread(plan_transfer, trainer.joined, joined, hosts=hosts, topology=topology)
+    share = pair.spec.bucket_bytes // max(1, len(pair.instances))
+    parts = await asyncio.to_thread(PlanParts, plan, share, verify=pair.spec.verify)
+    checks = DigestCheck(plan)
     for name in layouts:
         instance = pair.instances[name]
         instance.parts, instance.checks = parts, checks
         instance.on(Event.PLAN)
-        await pair.give(instance, Order(Action.JOIN, instance.record.epoch))
+        pair.give(instance, Order(Action.JOIN, instance.record.epoch))
 
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
@@ -161,10 +171,11 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
         if instance.failure is not None:
             raise instance.failure
         instance.on(Event.CONNECT)
-        await pair.give(instance, Order(Action.CONNECTED, instance.record.epoch, pair.updating))
+        instance.generation = instance.step.generation if instance.step is not None else 0
+        pair.give(instance, Order(Action.CONNECTED, instance.record.epoch, instance.updating))
     except Exception as error:  # whatever it is, the ranks have to be told
         await _give_up(call)
-        await _connect_failed(pair, instance, as_weightcast_error(error))
+        _connect_failed(pair, instance, as_weightcast_error(error))
 
 
 async def _give_up(call: asyncio.Task[None]) -> None:
@@ -173,12 +184,12 @@ async def _give_up(call: asyncio.Task[None]) -> None:
     await asyncio.wait([call])
 
 
-async def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
+def _connect_failed(pair: Pair, instance: Instance, error: WeightcastError) -> None:
     fields = {"pair": pair.spec.name, "instance": instance.name}
     log.error("pair %s instance %s: connect failed: %s", pair.spec.name, instance.name, error, extra=fields)
     instance.stop(error)
     instance.on(Event.FAIL, reason=str(error))
-    await pair.give(instance, Order(Action.FAILED, instance.record.epoch, pair.updating, reason=str(error)))
+    pair.give(instance, Order(Action.FAILED, instance.record.epoch, instance.updating, reason=str(error)))
 
 
 def watched(instance: Instance, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

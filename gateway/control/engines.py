@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -17,7 +17,7 @@ from weightcast.gateway.addresses import check_url, trusted
 from weightcast.gateway.records import EngineSpec
 from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["EngineDriver", "EngineSpec", "SGLangDriver", "WorkerDriver", "make_driver", "one_line"]
+__all__ = ["EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]
 
 
 Done: TypeAlias = tuple[str, str | bool]
@@ -36,8 +36,11 @@ _SHOWN = 2000
 """Characters shown of an engine's message."""
 
 
-class EngineDriver(Protocol):
-    """The steps of an update, in the order in which they are called. Each raises EngineError."""
+class EngineDriver:
+    """The steps of an update, in the order in which they are called. Each raises EngineError.
+
+    Here each does nothing, for ranks that follow the gateway's orders by themselves: there is no engine API to call.
+    """
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
         """Makes every rank describe itself, register, fetch its part and join; returns when the first has joined."""
@@ -67,29 +70,7 @@ class EngineDriver(Protocol):
         """Closes connections to the engine; no step follows."""
 
 
-class WorkerDriver:
-    """Driver of ranks that follow the gateway's orders by themselves: there is no engine API to call."""
-
-    async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def begin(self) -> None: ...
-
-    async def transfer(self, group: str) -> None: ...
-
-    async def end(self) -> None: ...
-
-    async def publish(self, version: int) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def disconnect(self, group: str) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class SGLangDriver:
+class SGLangDriver(EngineDriver):
     """Driver of SGLang's HTTP server (0.5.23, `srt/entrypoints/http_server.py`).
 
     The weightcast plugin runs in the server's scheduler processes.
@@ -220,5 +201,5 @@ def make_driver(instance: str, spec: EngineSpec, timeout: float, patience: float
     if spec.allow_non_finite and spec.non_finite == "report":
         raise InputError(f"instance {instance}: non_finite is 'report', which allows all; leave allow_non_finite out")
     if spec.kind == "worker":
-        return WorkerDriver()
+        return EngineDriver()
     return SGLangDriver(instance, spec, timeout, patience=patience)

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from weightcast.gateway.control import connect, update
-from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.metrics import Metrics
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.control.store import Store
@@ -120,7 +120,7 @@ class Gateway:
         async with self._changing:
             pair = self.pair(name)
             namesake = pair.instances.get(instance)
-            if namesake is None or namesake not in pair.present:
+            if namesake is None or not namesake.present:
                 self._check_free(instance, spec)
             newcomer = await pair.join(instance, spec)
             if namesake is not None and namesake is not newcomer:
@@ -189,22 +189,28 @@ class Gateway:
 
 async def _recover(pair: Pair) -> None:
     """Brings engines to rest that an earlier life of the gateway has left in the middle of an update."""
-    async with pair.busy:
-        await asyncio.gather(*(_bring_to_rest(i) for i in pair.present if i.paused))
+    await asyncio.gather(*(_bring_to_rest(pair, i) for i in pair.present if i.paused))
 
 
-async def _bring_to_rest(instance: Instance) -> None:
-    steps = [instance.driver.end(), instance.driver.disconnect(instance.group)]
-    if not instance.record.fenced:
-        steps.append(instance.driver.resume())
+async def _bring_to_rest(pair: Pair, instance: Instance) -> None:
+    step = Step(pair.generation)
+    members = await pair.hold(step, [instance])
+    try:
+        await _rest(instance)
+    finally:
+        pair.release(step, members)
+
+
+async def _rest(instance: Instance) -> None:
+    driver, group = instance.driver, instance.group
+    steps = [driver.end, lambda: driver.disconnect(group), *([] if instance.record.fenced else [driver.resume])]
     for step in steps:
         try:
-            await asyncio.wait_for(step, instance.settings.clean_up)
+            await asyncio.wait_for(step(), instance.settings.clean_up)
         except Exception as error:  # an engine that is not there, or has no session open, is at rest too
             log.info("instance %s: %s", instance.name, error, extra={"pair": instance.pair, "instance": instance.name})
     if not instance.record.fenced:
-        instance.paused = False
-        instance.store.save_soon(instance.saved())
+        instance.resumed()
 
 
 async def _close_drivers(pair: Pair) -> None:

@@ -13,12 +13,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weightcast.gateway.control.engines import make_driver
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance, check_version
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Journal, Party
+from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
@@ -38,7 +39,7 @@ from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.wire import messages as wire
 
-__all__ = ["Holding", "Instance", "absent", "check_rank", "check_report"]
+__all__ = ["Holding", "Instance", "Step", "absent", "check_rank", "check_report"]
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -73,12 +74,23 @@ class Holding(NamedTuple):
         return ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A connect, or an update to `version`, for one generation of the trainer."""
+
+    generation: int
+    version: int | None = None
+
+
 class Instance(Party):
     """Run-time state of one instance.
 
+    `step` is the connect or update that holds the instance, None while it is free: see `Pair.hold`. `deadline` is that
+    of the update. `generation` is that of the trainer to which the instance was connected last.
+
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
     processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
-    it. `deadline` is that of the update under way.
+    it.
     """
 
     def __init__(
@@ -89,7 +101,7 @@ class Instance(Party):
         record: InstanceRecord | None = None,
         store: Store | None = None,
     ) -> None:
-        super().__init__(f"pair {pair.name}", name, pair.settings.silence)
+        super().__init__(f"pair {pair.name}", name, pair.settings.silence, KEPT_ORDERS)
         self.pair, self.uid = pair.name, pair.uid
         self.settings = pair.settings
         self.trainer_world = pair.trainer_world
@@ -105,8 +117,9 @@ class Instance(Party):
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
         self.resend: set[int] | None = None
+        self.step: Step | None = None
         self.deadline: Deadline | None = None
-        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
+        self.generation = 0
         self.clear_epoch()
 
     def clear_epoch(self) -> None:
@@ -144,9 +157,19 @@ class Instance(Party):
         return self.spec.world_size
 
     @property
+    def present(self) -> bool:
+        """True if the instance has not left, and does not leave."""
+        return self.record.phase is not Phase.LEFT and not self.leaving
+
+    @property
     def serves(self) -> bool:
         """True if the instance may answer with a version of this pair, and no rank of it is missed."""
         return self.record.serves and not self.silent
+
+    @property
+    def updating(self) -> int | None:
+        """The version of the update that holds the instance; None between updates, and in a connect."""
+        return self.step.version if self.step is not None else None
 
     @property
     def newest(self) -> int | None:
@@ -194,6 +217,11 @@ class Instance(Party):
     async def save(self) -> None:
         """Writes the state of `saved` to the store. Raises ControlError when it cannot be written."""
         await self.store.save(self.saved())
+
+    def resumed(self) -> None:
+        """Notes that the engine was asked to go on."""
+        self.paused = False
+        self.store.save_soon(self.saved())
 
     def stop(self, error: WeightcastError) -> None:
         """Ends what is under way with `error`, unless something else has failed already."""
@@ -392,11 +420,7 @@ class Instance(Party):
 
     async def part(self, epoch: int, side: str, rank: int, wait: float) -> bytes | None:
         """A rank's part of the plan, encoded; None while there is no plan yet. Raises what made planning fail."""
-        self.check_epoch(epoch)
-        await self.poll(lambda: self.parts is not None or self.failure is not None or self.record.epoch != epoch, wait)
-        self.check_epoch(epoch)
-        if self.failure is not None:
-            raise self.failure
+        await self._poll_in(epoch, lambda: self.parts is not None, wait)
         if self.parts is None:
             return None
         make = self.parts.trainer_part if side == "trainer" else self.parts.instance_part
@@ -410,14 +434,16 @@ class Instance(Party):
 
     async def rendezvous(self, epoch: int, wait: float) -> tuple[str, int] | None:
         """Host and port at which to join; None while nobody listens yet."""
+        await self._poll_in(epoch, lambda: self.meeting is not None, wait)
+        return self.meeting
+
+    async def _poll_in(self, epoch: int, ready: Callable[[], bool], wait: float) -> None:
+        """Polls until `ready()` holds. Raises what has made the connect fail, PairStateError when the epoch is over."""
         self.check_epoch(epoch)
-        await self.poll(
-            lambda: self.meeting is not None or self.failure is not None or self.record.epoch != epoch, wait
-        )
+        await self.poll(lambda: ready() or self.failure is not None or self.record.epoch != epoch, wait)
         self.check_epoch(epoch)
         if self.failure is not None:
             raise self.failure
-        return self.meeting
 
     async def join(self, epoch: int, member: str) -> None:
         """Notes that a member has joined the communicator. Raises InputError for one that is no member."""
@@ -489,17 +515,10 @@ class Instance(Party):
         (trainer_reports if trainer else self.digests)[rank] = report
         self.notify()
 
-    # Orders for ranks
-
-    async def give(self, order: Order) -> None:
+    def give(self, order: Order) -> None:
         """Appends an order for the ranks of the communicator."""
         self.orders.add(order)
         self.notify()
-
-    async def orders_from(self, after: int, wait: float) -> list[Order]:
-        """The orders from number `after` on; empty when there is none within `wait` seconds."""
-        await self.poll(lambda: self.orders.count > after, wait)
-        return self.orders.since(after)
 
 
 def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:

@@ -21,39 +21,23 @@ class Metrics:
     """Counters of one gateway, and gauges that are read off its `pairs`."""
 
     def __init__(self, pairs: Mapping[str, Pair]) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Now(pairs))
+        self._registry = registry = CollectorRegistry()
+        registry.register(_Now(pairs))
+        names = ("pair", "instance")
         self._updates = Counter(
             "weightcast_updates",
             "Updates of an instance that have ended, by outcome.",
-            ("pair", "instance", "outcome"),
-            registry=self._registry,
+            (*names, "outcome"),
+            registry=registry,
         )
-        self._resends = Counter(
-            "weightcast_resends",
-            "Transfers of layers whose placement had changed under a transfer.",
-            ("pair", "instance"),
-            registry=self._registry,
-        )
-        self._non_finite = Counter(
-            "weightcast_non_finite_tensors",
-            "Tensors with values that were not finite, in updates of an instance.",
-            ("pair", "instance"),
-            registry=self._registry,
-        )
-        self._seconds = Histogram(
-            "weightcast_update_seconds",
-            "Duration of updates that were committed.",
-            ("pair", "instance"),
-            buckets=_SECONDS,
-            registry=self._registry,
-        )
-        self._refused = Counter(
-            "weightcast_refused_requests",
-            "Requests that were refused before a route saw them, by status.",
-            ("status",),
-            registry=self._registry,
-        )
+        text = "Transfers of layers whose placement had changed under a transfer."
+        self._resends = Counter("weightcast_resends", text, names, registry=registry)
+        text = "Tensors with values that were not finite, in updates of an instance."
+        self._non_finite = Counter("weightcast_non_finite_tensors", text, names, registry=registry)
+        text = "Duration of updates that were committed."
+        self._seconds = Histogram("weightcast_update_seconds", text, names, buckets=_SECONDS, registry=registry)
+        text = "Requests that were refused before a route saw them, by status."
+        self._refused = Counter("weightcast_refused_requests", text, ("status",), registry=registry)
 
     def updated(self, pair: str, instance: str, record: UpdateRecord) -> None:
         """Counts an update of an instance that has ended."""

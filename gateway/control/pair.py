@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.gateway.control.instance import RESTARTED, Instance, absent, check_rank, check_report
+from weightcast.gateway.control.instance import RESTARTED, Instance, Step, absent, check_rank, check_report
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase
-from weightcast.gateway.control.sent import Sent
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Journal, Party
+from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
 from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, UpdateRecord
@@ -35,6 +35,7 @@ from weightcast.transfer.errors import (
     WeightcastError,
 )
 from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.plan.digest_report import DigestReport
 
 __all__ = ["Pair", "as_weightcast_error", "check_name"]
 
@@ -53,25 +54,22 @@ Updated = Callable[[str, str, UpdateRecord], None]
 """Callback for each update of an instance that has ended: pair, instance, record."""
 
 
-def _unseen(pair: str, instance: str, record: UpdateRecord) -> None: ...
-
-
 class Pair(Party):
     """Everything the gateway knows of one pair, with the waits on it.
 
-    `busy` is held by a connect or an update: one at a time. `incarnations` are the trainer's processes. `acting` is the
-    generation that the connect or update under way is for. `boot` stands for this life of the pair, in which its orders
-    are numbered. Another life begins when the gateway starts again, or when the pair is created again.
+    `incarnations` are the trainer's processes. `boot` stands for this life of the pair, in which its orders are
+    numbered. Another life begins when the gateway starts again, or when the pair is created again. `sent` has the last
+    report of each trainer rank, as bytes and decoded: it sends the same for every instance of an update.
     """
 
     def __init__(
         self,
         spec: PairSpec,
         store: Store | None = None,
-        updated: Updated = _unseen,
+        updated: Updated = lambda pair, instance, record: None,
         processes: Iterable[Standing] = (),
     ) -> None:
-        super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence)
+        super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence, KEPT_ORDERS)
         if spec.trainer_world < 1:
             raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
         for name in (spec.name, *spec.instances):
@@ -91,13 +89,10 @@ class Pair(Party):
         self.offers: dict[int, int] = {}
         self.conflict: WeightcastError | None = None
         self.results: dict[int, dict[str, UpdateRecord]] = {}
-        self.busy = asyncio.Lock()
         self.incarnations = Incarnations(spec.name, processes)
-        self.acting = 0
         self.asking: dict[asyncio.Task[Any], Incarnation] = {}
-        self.orders: Journal[Order] = Journal(KEPT_ORDERS)
         self._first_order = 0
-        self.sent = Sent()
+        self.sent: dict[int, tuple[bytes, DigestReport]] = {}
         self._result: tuple[dict[str, UpdateRecord], str] | None = None
         self._under_way: tuple[int, tuple[str, ...], int] | None = None
 
@@ -111,7 +106,7 @@ class Pair(Party):
     @property
     def present(self) -> list[Instance]:
         """The instances that have not left."""
-        return [i for i in self.instances.values() if i.record.phase is not Phase.LEFT and not i.leaving]
+        return [instance for instance in self.instances.values() if instance.present]
 
     @property
     def newest(self) -> int | None:
@@ -126,17 +121,59 @@ class Pair(Party):
                 "was under way is over, offer anew"
             )
 
-    async def give(self, instance: Instance, order: Order) -> None:
-        """Gives an order to the ranks of an instance's communicator, for the trainer of the step under way."""
-        order = replace(order, trainer=self.acting, instance=instance.name)
-        self.orders.add(order)
-        await instance.give(order)
+    async def hold(self, step: Step, instances: Sequence[Instance], deadline: Deadline | None = None) -> list[Instance]:
+        """Takes instances for a step as soon as all of them are free. Returns those that have not left meanwhile.
+
+        A step that waits for an instance holds none, so no two steps wait for each other. Nothing is held for a
+        trainer that has started anew. Raises what `check_wanted` does for an update, DeadlineError naming instances.
+        """
+
+        def ready() -> bool:
+            unwanted = step.version is not None and (self.conflict is not None or bool(self.silent))
+            return unwanted or step.generation != self.generation or all(i.step is None for i in instances)
+
+        if not await self.poll(ready, math.inf if deadline is None else deadline.left):
+            names = ", ".join(i.name for i in instances if i.step is not None)
+            seconds = 0.0 if deadline is None else deadline.seconds
+            raise DeadlineError(
+                f"pair {self.spec.name}: still being connected {seconds:g} s after the first offer: {names}"
+            )
+        if step.version is not None:
+            self.check_wanted()
+        if step.generation != self.generation:
+            return []
+        members = [instance for instance in instances if instance.present]
+        for instance in members:
+            instance.step, instance.deadline = step, deadline
+        return members
+
+    def release(self, step: Step, instances: Iterable[Instance]) -> None:
+        """Ends the hold of a step on instances, those that it still has."""
+        for instance in instances:
+            if instance.step is step:
+                instance.step = instance.deadline = None
+                self._let_go(instance)
         self.notify()
 
-    async def orders_from(self, after: int, wait: float) -> list[Order]:
-        """The orders of all instances from number `after` on; empty when there is none within `wait` seconds."""
-        await self.poll(lambda: self.orders.count > after, wait)
-        return self.orders.since(after)
+    def _stop_steps(self, error: WeightcastError, *, updates_only: bool = False) -> None:
+        """Ends connects and updates under way, or updates alone."""
+        for instance in self.present:
+            if instance.updating is not None or (instance.step is not None and not updates_only):
+                instance.stop(error)
+
+    def give(self, instance: Instance, order: Order, step: Step | None = None) -> None:
+        """Gives an order to the members of an instance's communicator, for the step that holds it.
+
+        Of another `step` the trainer alone is told.
+        """
+        holder = instance.step
+        step = step or holder
+        generation = self.generation if step is None else step.generation
+        order = replace(order, trainer=generation, instance=instance.name)
+        self.orders.add(order)
+        if holder in (None, step):
+            instance.give(order)
+        self.notify()
 
     # The trainer
 
@@ -204,9 +241,7 @@ class Pair(Party):
         self.forget()
         if self.offers:
             self.conflict = self.conflict or error
-        if self.busy.locked():
-            for instance in self.present:
-                instance.stop(error)
+        self._stop_steps(error)
 
     def follow(self, generation: int, who: str) -> None:
         """Notes that a rank of an instance has followed the trainer in `generation`.
@@ -234,18 +269,11 @@ class Pair(Party):
         """
         earlier_ranks = set(self.silent)
         changed = super().listen(now)
-        if set(self.silent) - earlier_ranks and self.busy.locked():
-            error = DeadlineError(f"pair {self.spec.name}: {self.silence()}")
-            for instance in self.present:
-                instance.stop(error)
+        if set(self.silent) - earlier_ranks:
+            self._stop_steps(DeadlineError(f"pair {self.spec.name}: {self.silence()}"))
         return changed
 
     # Updates
-
-    @property
-    def updating(self) -> int | None:
-        """The version that the instances are being updated to, None between updates."""
-        return self._under_way[0] if self._under_way is not None else None
 
     async def offer(self, rank: int, version: int, wait: float = 0.0) -> bool | None:
         """Takes the offer of a trainer rank that is ready to send `version`; returns True for the first one.
@@ -286,9 +314,7 @@ class Pair(Party):
     def _given_up(self, error: WeightcastError) -> None:
         """Ends the update that a trainer rank no longer waits for, as when its link was cut for a while."""
         self.conflict = self.conflict or error
-        if self._under_way is not None:
-            for instance in self.present:
-                instance.stop(error)
+        self._stop_steps(error, updates_only=True)
         self.notify()
 
     async def offered(self, version: int, deadline: Deadline) -> None:
@@ -355,7 +381,7 @@ class Pair(Party):
         """Adds an instance, or one that had left. It is fenced until an update has brought it the newest version."""
         check_name(name)
         namesake = self.instances.get(name)
-        if namesake in self.present:
+        if namesake is not None and namesake.present:
             if namesake.spec == spec:
                 return namesake
             raise ControlError(f"pair {self.spec.name} has an instance {name} already; it has to leave first")
@@ -379,7 +405,7 @@ class Pair(Party):
     async def leave(self, name: str) -> Instance:
         """Takes an instance out of the pair: what is under way for it ends, and its ranks are told."""
         instance = self.instance(name)
-        if instance in self.present:
+        if instance.present:
             instance.leaving = True
             try:
                 await instance.save()
@@ -387,22 +413,16 @@ class Pair(Party):
                 instance.leaving = False
                 raise
             instance.stop(ControlError(f"instance {name} left pair {self.spec.name}"))
-            if not self.busy.locked():
-                self.let_go()
+            if instance.step is None:
+                self._let_go(instance)
         return instance
 
-    def let_go(self) -> None:
-        """Parts with the instances that leave. Called when they take part in nothing that is under way."""
-        for instance in self.instances.values():
-            if instance.leaving:
-                instance.leaving = False
-                instance.on(Event.LEAVE)
-                reason, epoch = str(instance.failure or ""), instance.record.epoch
-                order = Order(Action.LEFT, epoch, reason=reason, trainer=self.generation, instance=instance.name)
-                self.orders.add(order)
-                instance.orders.add(order)
-                instance.notify()
-                self.notify()
+    def _let_go(self, instance: Instance) -> None:
+        """Parts with an instance, if it leaves. Called when no step holds it."""
+        if instance.leaving:
+            instance.leaving = False
+            instance.on(Event.LEAVE)
+            self.give(instance, Order(Action.LEFT, instance.record.epoch, reason=str(instance.failure or "")))
 
     @classmethod
     def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:

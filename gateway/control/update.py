@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from weightcast.gateway.control.barrier import Agreement
 from weightcast.gateway.control.connect import connect_instances, merge_trainer_reports, watched
-from weightcast.gateway.control.instance import Instance, absent
+from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase, advance
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.merge import InstanceLayout
@@ -59,61 +60,63 @@ class _MovedError(UpdateError):
 async def update(pair: Pair, version: int, host: str, port: int) -> None:
     """Brings every instance to `version` once all trainer ranks have offered it; the records tell how it ended."""
     deadline = Deadline.after(pair.spec.settings.update)
-    try:
-        async with asyncio.timeout(deadline.left):
-            await pair.busy.acquire()
-    except TimeoutError:
-        reason = f"pair {pair.spec.name}: it was still being connected {deadline.seconds:g} s after the first offer"
-        records = {
-            i.name: UpdateRecord(version, False, i.record.fenced, reason, deadline.seconds) for i in pair.present
-        }
-        pair.decide(version, records)
-        pair.notify()
-        return
-    try:
-        await _update(pair, version, host, port, deadline)
-    finally:
-        pair.busy.release()
-    pair.notify()
-
-
-async def _update(pair: Pair, version: int, host: str, port: int, deadline: Deadline) -> None:
-    pair.acting = pair.generation
-    instances = pair.present
+    step = Step(pair.generation, version)
     try:
         await pair.offered(version, deadline)
         await merge_trainer_reports(pair, deadline)
     except WeightcastError as error:
-        records = [await _refuse(pair, instance, version, error) for instance in instances]
+        records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present}
     else:
-        instances = await pair.begin(version)
-        for instance in instances:
-            instance.deadline = deadline
-        agreement = Agreement(instances if pair.spec.commit == "all" else ())
-        steps = (_Update(pair, instance, version, host, port, agreement).run() for instance in instances)
-        records = await asyncio.gather(*steps)
-        for instance in instances:
-            instance.deadline = None
-    pair.decide(version, {i.name: record for i, record in zip(instances, records, strict=True)})
-    pair.let_go()
+        members = await pair.begin(version)
+        groups = [members] if pair.spec.commit == "all" else [[instance] for instance in members]
+        steps = (_update(pair, group, step, version, deadline, host, port) for group in groups)
+        records = {name: record for outcome in await asyncio.gather(*steps) for name, record in outcome.items()}
+    pair.decide(version, records)
+    pair.notify()
 
 
-async def _refuse(pair: Pair, instance: Instance, version: int, error: WeightcastError) -> UpdateRecord:
+async def _update(
+    pair: Pair, group: Sequence[Instance], step: Step, version: int, deadline: Deadline, host: str, port: int
+) -> dict[str, UpdateRecord]:
+    """Updates instances that commit together, once no connect holds any of them. Returns their records by name."""
+    start = time.monotonic()
+    try:
+        members = await pair.hold(step, group, deadline)
+    except WeightcastError as error:
+        return {i.name: _refuse(pair, i, step, version, error, time.monotonic() - start) for i in group}
+    try:
+        agreement = Agreement(members)
+        updates = (_Update(pair, i, step, version, host, port, agreement) for i in members)
+        records = await asyncio.gather(*(each.run() for each in updates))
+    finally:
+        pair.release(step, members)
+    outcomes = {i.name: record for i, record in zip(members, records, strict=True)}
+    for instance in group:
+        reason = f"instance {instance.name} left pair {pair.spec.name}"
+        outcomes.setdefault(instance.name, UpdateRecord(version, False, instance.record.fenced, reason, 0.0))
+    return outcomes
+
+
+def _refuse(
+    pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError, seconds: float = 0.0
+) -> UpdateRecord:
     """Tells the ranks that have offered that there will be no update; the instance is as it was."""
     fields = {"pair": pair.spec.name, "instance": instance.name, "version": version}
     log.error(
         "pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=fields
     )
-    record = UpdateRecord(version, False, instance.record.fenced, str(error), 0.0)
-    await pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)))
-    return record
+    if instance.present:  # one that has left had its last order
+        pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)), step)
+    return UpdateRecord(version, False, instance.record.fenced, str(error), seconds)
 
 
 class _Update:
     """One update of one instance, from its first step to its record."""
 
-    def __init__(self, pair: Pair, instance: Instance, version: int, host: str, port: int, together: Agreement) -> None:
-        self._pair, self._instance, self._version = pair, instance, version
+    def __init__(
+        self, pair: Pair, instance: Instance, step: Step, version: int, host: str, port: int, together: Agreement
+    ) -> None:
+        self._pair, self._instance, self._step, self._version = pair, instance, step, version
         self._host, self._port, self._together = host, port, together
         self._attempts = self._resends = self._retries = 0
         self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
@@ -132,7 +135,7 @@ class _Update:
             reason = str(failure)
             if isinstance(failure, VersionError):
                 self._together.give_up(instance, failure)
-                return await _refuse(pair, instance, version, failure)
+                return _refuse(pair, instance, self._step, version, failure)
             await self._fail(failure)
         committed = verified is not None
         if committed:
@@ -151,8 +154,11 @@ class _Update:
         )
         instance.updates.append(record)
         pair.updated(instance.pair, instance.name, record)
-        await pair.give(instance, Order(Action.END, instance.record.epoch, version, committed=committed, reason=reason))
+        self._give(Action.END, version, committed=committed, reason=reason)
         return record
+
+    def _give(self, action: Action, version: int | None = None, **fields: Any) -> None:
+        self._pair.give(self._instance, Order(action, self._instance.record.epoch, version, **fields))
 
     async def _until_committed(self) -> DigestCounts:
         instance, settings = self._instance, self._pair.spec.settings
@@ -181,7 +187,7 @@ class _Update:
                     raise
                 self._resends += 1
                 log.warning("instance %s: %s; sending them again", instance.name, move, extra=self._where)
-                layers = {layer for rank_layers in instance.moved.values() for layer in rank_layers}
+                layers = set().union(*instance.moved.values())
                 instance.resend = layers if instance.resend is None else instance.resend | layers
                 await self._send_again(move)
             except TransferError as loss:
@@ -204,10 +210,11 @@ class _Update:
 
     async def _reconnect_if_needed(self) -> None:
         pair, instance = self._pair, self._instance
-        if pair.acting != pair.generation:
+        if self._step.generation != pair.generation:
             raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
         pair.check_wanted()  # a connect forgets what the instance was told to stop for
-        if instance.record.phase is Phase.CONNECTED and instance.failure is None:
+        is_current = instance.generation == pair.generation and instance.failure is None
+        if is_current and instance.record.phase is Phase.CONNECTED:
             return
         old_layout = instance.layout
         await connect_instances(pair, [instance], self._host, self._port)
@@ -218,42 +225,63 @@ class _Update:
             instance.resend = None if moved_layers is None else instance.resend | moved_layers
 
     async def _attempt(self) -> DigestCounts:
-        """Makes one pass through all steps.
+        """Makes one pass through all steps, the same for every kind of engine: its driver is behind them.
 
-        Raises StalePlanError while nothing was written, and _MovedError afterwards.
+        Raises StalePlanError while nothing was written, and _MovedError afterwards. `run` resumes the engine.
         """
-        pair, instance, version = self._pair, self._instance, self._version
-        instance.clear_update()
-        instance.on(Event.PREPARE, version=version)
-        instance.paused = True  # also if the call fails: a pause that timed out may have been heard
-        await instance.save()
-        await self._asked("pause", instance.driver.pause())
-        await self._asked("begin the update", instance.driver.begin())
-        await pair.give(instance, Order(Action.PREPARE, instance.record.epoch, version))
-        call = watched(instance, instance.driver.transfer(instance.group))
-        try:
+        driver = self._instance.driver
+        await self._begin()
+        await self._asked("pause", driver.pause())
+        await self._asked("begin the update", driver.begin())
+        async with self._engine_transfer() as call:
             await self._prepare(call)
             await self._first_pass()
-            await self._together.reach(instance, "ready", instance.left(pair.spec.settings.longest))
-            record = advance(instance.record, Event.TRANSFER)
-            await instance.store.save(instance.saved(record))  # before the first byte, not after it
-            instance.adopt(record, Event.TRANSFER)
-            layers = None if instance.resend is None else tuple(sorted(instance.resend))
-            await pair.give(instance, Order(Action.RUN, instance.record.epoch, version, layers=layers))
+            await self._reach("ready")
+            await self._fence()
             await self._transfer(call)
+        await self._asked("end the update", driver.end())
+        verified = await self._verify()
+        await self._reach("verified")
+        await self._asked("publish the version", driver.publish(self._version))
+        await self._reach("published")
+        await self._commit()
+        return verified
+
+    async def _begin(self) -> None:
+        instance = self._instance
+        instance.clear_update()
+        instance.on(Event.PREPARE, version=self._version)
+        instance.paused = True  # also if the call fails: a pause that timed out may have been heard
+        await instance.save()
+
+    @asynccontextmanager
+    async def _engine_transfer(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Makes the ranks prepare. The engine's own call is over when this is left, before anything else is asked."""
+        instance = self._instance
+        self._give(Action.PREPARE, self._version)
+        call = watched(instance, instance.driver.transfer(instance.group))
+        try:
+            yield call
         except Exception as error:
             # Ranks that are ready wait for the order to begin, and ranks that run wait for others that may be gone.
-            await pair.give(instance, Order(Action.END, instance.record.epoch, reason=str(error)))
+            self._give(Action.END, reason=str(error))
             raise
         finally:
             await self._over(call)
-        await self._asked("end the update", instance.driver.end())
-        verified = await self._verify()
-        await self._together.reach(instance, "verified", instance.left(pair.spec.settings.longest))
-        await self._asked("publish the version", instance.driver.publish(version))
-        await self._together.reach(instance, "published", instance.left(pair.spec.settings.longest))
-        await self._commit()
-        return verified
+
+    async def _reach(self, stage: str) -> None:
+        """Returns when all instances that commit together have reached a stage."""
+        await self._together.reach(self._instance, stage, self._instance.left(self._pair.spec.settings.longest))
+
+    async def _fence(self) -> None:
+        """Fences the instance on the disk, then lets its ranks run."""
+        instance = self._instance
+        record = advance(instance.record, Event.TRANSFER)
+        await instance.store.save(instance.saved(record))  # before the first byte, not after it
+        instance.adopt(record, Event.TRANSFER)
+        self._give(
+            Action.RUN, self._version, layers=None if instance.resend is None else tuple(sorted(instance.resend))
+        )
 
     async def _asked(self, what: str, step: Awaitable[None]) -> None:
         """Runs a step of the engine, within the time for the whole update."""
@@ -366,9 +394,7 @@ class _Update:
     def _moved(self) -> _MovedError:
         instance = self._instance
         rank = min(instance.moved)
-        layers = ", ".join(
-            map(str, sorted({layer for rank_layers in instance.moved.values() for layer in rank_layers}))
-        )
+        layers = ", ".join(map(str, sorted(set().union(*instance.moved.values()))))
         text = f"instance {instance.name}: rank {rank}: the expert placement of layers {layers} changed"
         if not self._resends:
             return _MovedError(f"{text} during the transfer")
@@ -412,8 +438,7 @@ class _Update:
             error = str(failure) or f"it did not answer within {seconds:g} s"
             log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)
             return f"the version is committed, but the engine did not go on: {error}"
-        instance.paused = False
-        instance.store.save_soon(instance.saved())
+        instance.resumed()
         return ""
 
     async def _heard(self, error: WeightcastError) -> WeightcastError:
@@ -439,8 +464,7 @@ class _Update:
         # Only what was paused here is resumed: an engine may have been left paused by somebody who knew why.
         if instance.paused and not instance.record.fenced:
             await self._best_effort("resume", instance.driver.resume())
-            instance.paused = False
-            instance.store.save_soon(instance.saved())
+            instance.resumed()
 
     async def _best_effort(self, what: str, step: Awaitable[None]) -> None:
         """Runs a step after a failure. One more refusal, or no answer at all, is logged and changes nothing."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Generic, TypeVar
 
+from weightcast.gateway.records import Order
 from weightcast.transfer.errors import DeadlineError
 
 __all__ = ["Changes", "Journal", "Party"]
@@ -96,17 +97,23 @@ def _wake(woken: asyncio.Future[bool], changed: bool) -> None:
 
 
 class Party(Changes):
-    """The trainer or an instance: its ranks beat, and those that have stopped are known.
+    """The trainer or an instance: its ranks follow orders and beat, and those that have stopped are known.
 
-    `heard` has the time (`time.monotonic`) at which each rank was last heard from. `silent` are the ranks that were not
-    heard from for `patience` seconds.
+    `orders` are the last `kept` of those for its ranks. `heard` has the time (`time.monotonic`) at which each rank was
+    last heard from. `silent` are the ranks that were not heard from for `patience` seconds.
     """
 
-    def __init__(self, label: str, who: str, patience: float) -> None:
+    def __init__(self, label: str, who: str, patience: float, kept: int = 1000) -> None:
         super().__init__(label)
+        self.orders: Journal[Order] = Journal(kept)
         self._who, self._patience = who, patience
         self.heard: dict[int, float] = {}
         self.silent: tuple[int, ...] = ()
+
+    async def orders_from(self, after: int, wait: float) -> list[Order]:
+        """The orders from number `after` on; empty when there is none within `wait` seconds."""
+        await self.poll(lambda: self.orders.count > after, wait)
+        return self.orders.since(after)
 
     def hear(self, rank: int, now: float) -> bool:
         """Notes that a rank lives; returns True if it had been missed."""

@@ -38,7 +38,7 @@ class DigestCheck:
     def __init__(self, plan: TransferPlan) -> None:
         self._plan = plan
         self._lock = Lock()
-        self._sent: _Sent | None = None
+        self._sent: tuple[Mapping[int, DigestReport], _Side] | None = None
 
     def compare(
         self,
@@ -56,10 +56,10 @@ class DigestCheck:
         Raises PlanError for an instance that the plan lacks.
         """
         plan = self._plan
-        reference = self._gathered(trainer)
+        sent = self._gathered(trainer)
         side = _gather(plan, plan.number(instance), instance, reports, slots)
-        _check_replicas(side, reference.sums)
-        _check_sums(reference.side, side, reference.sums)
+        _check_replicas(side, sent.sums)
+        _check_sums(sent, side)
         return _counts(side)
 
     def check_unchanged(self, first: Mapping[int, DigestReport], second: Mapping[int, DigestReport]) -> None:
@@ -103,7 +103,7 @@ class DigestCheck:
                 counts.setdefault(key, {}).setdefault(int(rows.cell[row]), {})[rank] = numbers
         if not counts:
             return ()
-        instance_rows = plan.digests.between(*self._between(plan.number(instance)))
+        instance_rows = _rows(plan, plan.number(instance))
         keys = set(zip(instance_rows.tensor.tolist(), instance_rows.dtype.tolist(), strict=True))
         entries = []
         for tensor, dtype in sorted(counts.keys() & keys):
@@ -113,33 +113,27 @@ class DigestCheck:
             entries.append(NonFinite(plan.tensors.names[tensor], dtype_name(dtype), nan, inf, overflow, ranks))
         return tuple(entries)
 
-    def _between(self, party: int) -> tuple[int, int]:
-        """Bounds of the digest rows of a party: the first, and one past the last."""
-        start, stop = np.searchsorted(self._plan.digests.party, (party, party + 1)).tolist()
-        return start, stop
-
     def _rows_of(self, rank: int) -> DigestRows:
         """The digest rows of a trainer rank, in the order of its report."""
-        rows = self._plan.digests.between(*self._between(0))
+        rows = _rows(self._plan, 0)
         return rows.take(np.flatnonzero(rows.rank == rank))
 
-    def _gathered(self, trainer: Mapping[int, DigestReport]) -> _Sent:
+    def _gathered(self, trainer: Mapping[int, DigestReport]) -> _Side:
         """The trainer's side, checked; the one of the last call, if that had the very same reports."""
         with self._lock:
-            reference = self._sent
-            if reference is None or reference.reports.keys() != trainer.keys() or not reference.same(trainer):
+            if self._sent is None or not _same(self._sent[0], trainer):
                 side = _gather(self._plan, 0, None, trainer, None)
-                reference = _Sent(dict(trainer), side, _sums(side))
-                _check_replicas(side, reference.sums)
-                self._sent = reference
-            return reference
+                _check_replicas(side, side.sums)
+                self._sent = dict(trainer), side
+            return self._sent[1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
     """The digest rows of one side with their digests, ordered by (tensor, dtype, cell), then as in the plan.
 
-    `first` has the first row of each cell. `instance` is None for the trainer.
+    `first` has the first row of each cell, and `sums` the digest of each (tensor, dtype), added up from these.
+    `instance` is None for the trainer.
     """
 
     plan: TransferPlan
@@ -147,7 +141,12 @@ class _Side:
     rows: DigestRows
     digest: DigestArray
     first: IntArray
+    sums: dict[tuple[int, int], int]
     slots: Mapping[int, IntArray] | None
+
+    def rows_of(self, key: tuple[int, int]) -> IntArray:
+        """Rows of a (tensor, dtype)."""
+        return np.flatnonzero((self.rows.tensor == key[0]) & (self.rows.dtype == key[1]))
 
     def place(self, row: int) -> str:
         """Place of a row, for messages: side, rank, region and slot."""
@@ -167,17 +166,14 @@ class _Side:
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(low, size, strict=True)) + "]"
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """The trainer's side as gathered from `reports`, and its sums."""
+def _same(one: Mapping[int, DigestReport], other: Mapping[int, DigestReport]) -> bool:
+    """True if these are the very same reports."""
+    return one.keys() == other.keys() and all(one[rank] is report for rank, report in other.items())
 
-    reports: Mapping[int, DigestReport]
-    side: _Side
-    sums: dict[tuple[int, int], int]
 
-    def same(self, reports: Mapping[int, DigestReport]) -> bool:
-        """True if these are the very same reports."""
-        return all(self.reports[rank] is report for rank, report in reports.items())
+def _rows(plan: TransferPlan, party: int) -> DigestRows:
+    """The digest rows of a party."""
+    return plan.digests.between(*np.searchsorted(plan.digests.party, (party, party + 1)).tolist())
 
 
 def _gather(
@@ -188,7 +184,7 @@ def _gather(
     slots: Mapping[int, IntArray] | None,
 ) -> _Side:
     """The rows of one side with the digests of its ranks. Raises DigestMismatchError for a report that does not fit."""
-    rows = plan.digests.between(*np.searchsorted(plan.digests.party, (party, party + 1)).tolist())
+    rows = _rows(plan, party)
     by_rank = np.argsort(rows.rank, kind="stable")
     ranks, start = np.unique(rows.rank[by_rank], return_index=True)
     digest = np.empty(len(rows), dtype=np.uint64)
@@ -207,7 +203,8 @@ def _gather(
             raise DigestMismatchError(f"rank {rank} of {owner} reported {count} digests, expected none; {_FENCED}")
     order = np.lexsort((rows.cell, rows.dtype, rows.tensor))
     rows, digest = rows.take(order), digest[order]
-    return _Side(plan, instance, rows, digest, _starts(rows.tensor, rows.dtype, rows.cell), slots)
+    first = _starts(rows.tensor, rows.dtype, rows.cell)
+    return _Side(plan, instance, rows, digest, first, _sums(rows.take(first), digest[first]), slots)
 
 
 def _check_report(plan: TransferPlan, rows: DigestRows, report: DigestReport, rank: int, instance: str | None) -> None:
@@ -237,11 +234,10 @@ def _starts(*columns: IntArray) -> IntArray:
     return np.flatnonzero(is_start).astype(np.int64)
 
 
-def _sums(side: _Side) -> dict[tuple[int, int], int]:
-    """Digest of each (tensor, dtype) of a side, added up from one row of each cell."""
-    rows = side.rows.take(side.first)
+def _sums(rows: DigestRows, digest: DigestArray) -> dict[tuple[int, int], int]:
+    """Digest of each (tensor, dtype), added up from one row of each cell."""
     start = _starts(rows.tensor, rows.dtype)
-    sums = add_runs(side.digest[side.first], start)
+    sums = add_runs(digest, start)
     keys = zip(rows.tensor[start].tolist(), rows.dtype[start].tolist(), strict=True)
     return dict(zip(keys, sums.tolist(), strict=True))
 
@@ -254,12 +250,9 @@ def _check_replicas(side: _Side, wanted: Mapping[tuple[int, int], int]) -> None:
     if not len(mismatches):
         return
     row = int(mismatches[0])
-    first = int(side.first[np.searchsorted(side.first, row, side="right") - 1])
-    truth = _expected_of_cell(side, first, wanted)
-    if truth == int(side.digest[row]):
-        row, peer = first, row
-    else:
-        peer = first
+    peer = int(side.first[np.searchsorted(side.first, row, side="right") - 1])
+    if _expected_of_cell(side, peer, wanted) == int(side.digest[row]):
+        row, peer = peer, row
     raise DigestMismatchError(
         f"{side.tensor(row)} box {side.box(row)} on {side.place(row)}: digest {_hex(side.digest[row])}, "
         f"expected {_hex(side.digest[peer])} as on {side.place(peer)}; "
@@ -278,14 +271,14 @@ def _expected_of_cell(side: _Side, first: int, wanted: Mapping[tuple[int, int], 
     return subtract(total, int(add_runs(digests, np.zeros(1, dtype=np.int64))[0]) if len(digests) else 0)
 
 
-def _check_sums(sent: _Side, held: _Side, wanted: Mapping[tuple[int, int], int]) -> None:
+def _check_sums(sent: _Side, held: _Side) -> None:
     """Checks that both sides have the same sum for each tensor and dtype of the instance."""
-    sums = _sums(held)
+    sums, wanted = held.sums, sent.sums
     wrong_keys = [key for key, value in sums.items() if wanted.get(key) != value]
     if not wrong_keys:
         return
     key = wrong_keys[0]
-    tensor_rows = np.flatnonzero((held.rows.tensor == key[0]) & (held.rows.dtype == key[1]))
+    tensor_rows = held.rows_of(key)
     name = held.tensor(int(tensor_rows[0]))
     suffix = f"; {len(wrong_keys)} of {len(sums)} tensors differ" if len(wrong_keys) > 1 else ""
     if key not in wanted:
@@ -308,15 +301,17 @@ def _check_sums(sent: _Side, held: _Side, wanted: Mapping[tuple[int, int], int])
 
 def _differing_rows(sent: _Side, held: _Side, key: tuple[int, int]) -> IntArray:
     """Rows of the instance whose box is a cell of the trainer too, with another digest there."""
-    truth: dict[tuple[int, ...], int] = {}
-    for row in np.flatnonzero((sent.rows.tensor == key[0]) & (sent.rows.dtype == key[1])).tolist():
-        truth[(*sent.rows.offset[row].tolist(), *sent.rows.size[row].tolist())] = int(sent.digest[row])
-    rows = []
-    for row in np.flatnonzero((held.rows.tensor == key[0]) & (held.rows.dtype == key[1])).tolist():
-        box = (*held.rows.offset[row].tolist(), *held.rows.size[row].tolist())
-        if truth.get(box, int(held.digest[row])) != int(held.digest[row]):
-            rows.append(row)
+    truth = {_box(sent, row): int(sent.digest[row]) for row in sent.rows_of(key).tolist()}
+    rows = [
+        row
+        for row in held.rows_of(key).tolist()
+        if truth.get(_box(held, row), int(held.digest[row])) != int(held.digest[row])
+    ]
     return np.array(rows, dtype=np.int64)
+
+
+def _box(side: _Side, row: int) -> tuple[int, ...]:
+    return (*side.rows.offset[row].tolist(), *side.rows.size[row].tolist())
 
 
 def _counts(held: _Side) -> DigestCounts:

@@ -120,7 +120,7 @@ def merge_instance(
     """
     side = SideName(instance)
     ordered = _order_reports(side, reports)
-    table = None if catalog is None else _table_of(catalog)
+    table = TensorTable.from_specs(catalog) if isinstance(catalog, Mapping) else catalog
     joined = join_ranks(instance, [report.table for report in ordered], table)
     placement = common_placement(side, ordered)
     layout = InstanceLayout(ordered, joined, instance, placement)
@@ -135,10 +135,6 @@ def merge_instance(
         check_slots(side, ordered, placement, joined, parsed)
         check_dispatch(side, ordered, placement)
     return layout
-
-
-def _table_of(catalog: TensorTable | Mapping[str, TensorSpec]) -> TensorTable:
-    return catalog if isinstance(catalog, TensorTable) else TensorTable.from_specs(catalog)
 
 
 def _order_reports(side: SideName, reports: Iterable[RankReport]) -> tuple[RankReport, ...]:

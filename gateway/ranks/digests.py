@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from weightcast.transfer.boxes.arrays import DigestArray
 from weightcast.transfer.digest.digester import Digester
-from weightcast.transfer.errors import WeightsChangedError
+from weightcast.transfer.errors import PairStateError, WeightsChangedError
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.layout.summaries import summarize
 from weightcast.transfer.plan.digest_report import DigestReport
@@ -112,6 +113,7 @@ class SharedDigests:
         self._passes: list[_Passes] = []
         self._begun: list[Future[Digested]] = []
         self._digests = PartDigests()
+        self._report: Callable[..., Digested] | None = None
 
     def prepare(self, part: RankPart, layout: RankLayout) -> None:
         """Makes ready for the passes over a part."""
@@ -124,20 +126,22 @@ class SharedDigests:
         version: int,
         labels: Mapping[str, object] | None = None,
     ) -> None:
-        """Starts the first pass for all parts of an update, and forgets the update before: memory may have changed."""
+        """Starts the first pass for all parts of an update, and forgets the update before: memory may have changed.
+
+        The passes of the update read `layout`. `labels` are as in `PartDigests.report`.
+        """
         with self._lock:
             for passes in self._passes:
                 for future in (passes.first, passes.second):
                     if future is not None:
                         future.cancel()
             self._passes = []
+            self._report = partial(self._digests.report, layout=layout, version=version, labels=labels)
             for part in parts:
-                self._passes_over(part, layout, version, labels)
+                self._passes_over(part)
             self._begun = [passes.first for passes in self._passes]
 
-    def first(
-        self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
-    ) -> Digested:
+    def first(self, part: RankPart) -> Digested:
         """The first pass over a part, with counts of values. Waits also for the passes that began with the update, so
         that there is one moment at which all of them had ended.
 
@@ -145,62 +149,45 @@ class SharedDigests:
         Raises WeightsChangedError naming tensors that changed, StalePlanError when memory moved.
         """
         with self._lock:
-            first, futures = self._passes_over(part, layout, version, labels).first, list(self._begun)
+            first, futures = self._passes_over(part).first, list(self._begun)
         for future in futures:
             future.result()
         return first.result()
 
-    def second(
-        self,
-        part: RankPart,
-        layout: RankLayout,
-        version: int,
-        labels: Mapping[str, object] | None = None,
-        *,
-        since: float = 0.0,
-    ) -> Future[Digested]:
+    def second(self, part: RankPart, *, since: float = 0.0) -> Future[Digested]:
         """The second pass over a part, perhaps under way for another instance, unless it began before `since`.
 
         `since` (of `time.monotonic`) is the time at which the rank was told to send, for instances that joined in this
         update.
         """
         with self._lock:
-            passes = self._passes_over(part, layout, version, labels)
+            passes = self._passes_over(part)
             if passes.second is None or passes.second_asked < since:
                 passes.second_asked = time.monotonic()
-                passes.second = self._submit(part, layout, version, labels, values=False, earlier=())
+                passes.second = self._submit(part, values=False, earlier=())
             return passes.second
 
-    def _passes_over(
-        self, part: RankPart, layout: RankLayout, version: int, labels: Mapping[str, object] | None
-    ) -> _Passes:
+    def _passes_over(self, part: RankPart) -> _Passes:
         for passes in self._passes:
             if passes.part.verify is part.verify and _same(passes.part.digests, part.digests):
                 return passes
         predecessors = tuple(passes for passes in self._passes if passes.second is not None)
-        passes = _Passes(part, self._submit(part, layout, version, labels, values=True, earlier=predecessors))
+        passes = _Passes(part, self._submit(part, values=True, earlier=predecessors))
         self._passes.append(passes)
         return passes
 
-    def _submit(
-        self,
-        part: RankPart,
-        layout: RankLayout,
-        version: int,
-        labels: Mapping[str, object] | None,
-        *,
-        values: bool,
-        earlier: Sequence[_Passes],
-    ) -> Future[Digested]:
+    def _submit(self, part: RankPart, *, values: bool, earlier: Sequence[_Passes]) -> Future[Digested]:
         """Submits a pass over a part. Parts that had their second pass before it began are digested again after it, so
         that all instances of the update are of one state.
         """
+        report = self._report
+        if report is None:
+            raise PairStateError("weights are digested within an update; none has begun")
 
         def work() -> Digested:
-            digested = self._digests.report(part, layout, version, labels, values=values)
+            digested = report(part, values=values)
             for passes in earlier:
-                repeat = self._digests.report(passes.part, layout, version, labels)
-                _check_same(passes.part, passes.first.result().report, repeat.report)
+                _check_same(passes.part, passes.first.result().report, report(passes.part).report)
             return digested
 
         if self._pool is None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from weightcast.gateway.client import POLL, GatewayClient, Orders
+from weightcast.gateway.client import POLL, GatewayClient, Orders, Seat
 from weightcast.gateway.ranks.digests import PartDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.host import process_identity
@@ -98,6 +98,7 @@ class InstanceWorker:
         self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
         self._rank, self._world = rank, world_size
+        self._who = f"{instance} rank {rank}"
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
         self._member: Member | None = None
@@ -137,13 +138,10 @@ class InstanceWorker:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
         self.disconnect()
         self._epoch = epoch
-        try:
+        with self._telling():
             self._register(epoch)
             self._join(epoch)
             self._finish_join()
-        except BaseException as error:
-            self._tell(error)
-            raise
 
     def _register(self, epoch: int) -> None:
         self._live()
@@ -151,9 +149,7 @@ class InstanceWorker:
         report = report_of(self._layout, self._rank, self._world)
         memory = self.memory
         committed, self._uid = self._client.register_instance(
-            self._pair,
-            self._instance,
-            epoch,
+            self._seat(epoch),
             report,
             verified=memory.verified,
             of=memory.of,
@@ -180,13 +176,12 @@ class InstanceWorker:
 
     def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
         """Fetches the part, and begins to join in a thread: it waits for others, whom the gateway may give up."""
-        deadline = time.monotonic() + self._waits.gateway
-        part = self._client.part(self._pair, self._instance, epoch, "instance", self._rank, deadline)
-        layout, waits = self._described(), self._waits
+        seat, layout = self._seat(epoch), self._described()
+        part = self._client.part(seat, time.monotonic() + self._waits.gateway)
         self._digests.prepare(part, layout)
         self._joining = Joining(
-            waits.join,
-            lambda joining: join(self._client, self._pair, epoch, part, layout, self._backend, self._address, joining),
+            self._waits.join,
+            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining),
             failed,
         )
         if self._given_up:
@@ -207,16 +202,15 @@ class InstanceWorker:
         try:
             member, change = self._joined(), self._change()
             layers = None if change.layers is None else list(change.layers)
-            scope = (self._pair, self._instance, self._epoch)
             deadline = time.monotonic() + self._waits.gateway
-            number, order = self._client.ready(*scope, self._rank, change.text, layers, deadline)
+            number, order = self._client.ready(self._seat(), change.text, layers, deadline)
             if order.action is not Action.RUN:
                 raise StalePlanError(f"the update was called off: {order.reason}")
             if self._cursor is not None:
                 self._cursor = number + 1  # this order need not be asked for
             executor = member.executor_for(order.layers, self._described())
             if executor is None or member.group is None:
-                raise PairStateError(f"{self._instance} rank {self._rank} is not joined")
+                raise PairStateError(f"{self._who} is not joined")
             self._run = Run(self._epoch, member.group)
             self._still_wanted()
             self.memory.uncommitted, self.memory.verified = True, None
@@ -245,7 +239,7 @@ class InstanceWorker:
 
     def _still_wanted(self) -> None:
         if self._given_up:
-            raise PairStateError(f"{self._instance} rank {self._rank}: another connect has taken the place of this one")
+            raise PairStateError(f"{self._who}: another connect has taken the place of this one")
 
     def failed(self, error: BaseException) -> None:
         """Tells the gateway what keeps this rank from its part."""
@@ -255,7 +249,7 @@ class InstanceWorker:
         """Ends the run when the gateway answers a beat that it waits for another one, or for none."""
         run = self._run
         if run is not None and sent > run.since and running != run.epoch:
-            log.warning("%s rank %d: the run is called off", self._instance, self._rank)
+            log.warning("%s: the run is called off", self._who)
             run.call_off()
 
     def _unheard(self, seconds: float, error: WeightcastError) -> None:
@@ -268,7 +262,7 @@ class InstanceWorker:
             return
         run = self._run
         if run is not None:
-            log.warning("%s rank %d: the run is called off: %s", self._instance, self._rank, error)
+            log.warning("%s: the run is called off: %s", self._who, error)
             run.call_off()
 
     def verify(self) -> bool:
@@ -277,30 +271,24 @@ class InstanceWorker:
         Called after the engine's own end of the update session. Returns False when the placement changed under the
         transfer. Then the gateway is told the layers, and has them sent again after all ranks were described anew.
         """
-        try:
-            change = self._change()
+        with self._telling():
+            change, target = self._change(), self._target
             if change.layers is None:
                 raise StalePlanError(f"changed during the transfer: {change.text}")
-            scope, target = (self._pair, self._instance, self._epoch), self._target
             if target is None:
-                raise PairStateError(f"{self._instance} rank {self._rank} has received nothing to verify")
+                raise PairStateError(f"{self._who} has received nothing to verify")
             if change.text:
-                self._client.moved(*scope, self._rank, target, list(change.layers))
+                self._client.moved(self._seat(), target, list(change.layers))
                 return False
             if isinstance(self._sink, Settles):
                 self._sink.settle()
             labels = {"pair": self._pair, "instance": self._instance}
-            digests = self._digests.report(self._joined().part, self._described(), target, labels)
+            report = self._digests.report(self._joined().part, self._described(), target, labels).report
             self._still_wanted()
             # Before the report: a gateway that never hears of it cannot have committed it.
             self.memory.verified, self.memory.of = target, self._uid
-            self._ahead = self._client.digests(
-                *scope, "instance", self._rank, target, digests.report, after=self._cursor, known=self._boot
-            )
+            self._ahead = self._client.digests(self._seat(), target, report, after=self._cursor, known=self._boot)
             return True
-        except BaseException as error:
-            self._tell(error)
-            raise
 
     def serve(self, wait: float = 0.0) -> int | None:
         """Follows the gateway's orders through one connect or update, for engines without an API of their own.
@@ -359,14 +347,8 @@ class InstanceWorker:
         if not self._absent:
             self._absent = True
             self.disconnect()
-            log.warning(
-                "%s rank %d: %s; this rank keeps version %s and waits for pair %s to be created again",
-                self._instance,
-                self._rank,
-                error,
-                self.version,
-                self._pair,
-            )
+            text = f"keeps version {self.version} and waits for pair {self._pair} to be created again"
+            log.warning("%s: %s; this rank %s", self._who, error, text)
 
     def _first_order(self) -> int:
         """Number of the first order for this worker, behind those that an earlier one has followed."""
@@ -383,12 +365,8 @@ class InstanceWorker:
         """Leaves the life of the pair that is over, as the gateway was restarted or the pair created again. An update
         that was under way is over, committed if the gateway says so: then returns its version.
         """
-        log.warning(
-            "%s rank %d: the gateway was restarted or the pair created again; this rank holds version %s",
-            self._instance,
-            self._rank,
-            self.version,
-        )
+        text = "the gateway was restarted or the pair created again; this rank holds version"
+        log.warning("%s: %s %s", self._who, text, self.version)
         self.disconnect()
         self._live()
         status, memory = self._client.pair_status(self._pair), self.memory
@@ -426,10 +404,12 @@ class InstanceWorker:
             if order.action is Action.REGISTER:
                 self.disconnect()
                 self._epoch = order.epoch
-                self._telling(lambda: self._register(order.epoch))
+                with self._telling():
+                    self._register(order.epoch)
             elif order.action is Action.JOIN:
                 epoch = order.epoch
-                self._telling(lambda: self._join(epoch, lambda error: self._tell(error, epoch)))
+                with self._telling():
+                    self._join(epoch, lambda error: self._tell(error, epoch))
             elif order.action in (Action.CONNECTED, Action.PREPARE):
                 self._finish_join()
             elif order.action is not Action.RUN:
@@ -440,9 +420,11 @@ class InstanceWorker:
         if self._displaced is not None:
             raise self._displaced
 
-    def _telling(self, step: Callable[[], None]) -> None:
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells the gateway what is raised within."""
         try:
-            step()
+            yield
         except BaseException as error:
             self._tell(error)
             raise
@@ -467,14 +449,18 @@ class InstanceWorker:
             self._heartbeat = None
         self._client.close()
 
+    def _seat(self, epoch: int | None = None) -> Seat:
+        """Place of this rank in an epoch, the present one unless given."""
+        return Seat(self._pair, self._instance, self._epoch if epoch is None else epoch, "instance", self._rank)
+
     def _described(self) -> RankLayout:
         if self._layout is None:
-            raise PairStateError(f"{self._instance} rank {self._rank} has not registered")
+            raise PairStateError(f"{self._who} has not registered")
         return self._layout
 
     def _joined(self) -> Member:
         if self._member is None:
-            raise PairStateError(f"{self._instance} rank {self._rank} has not joined")
+            raise PairStateError(f"{self._who} has not joined")
         return self._member
 
     def _change(self) -> Change:
@@ -489,14 +475,13 @@ class InstanceWorker:
     def _tell(self, error: BaseException, epoch: int | None = None) -> None:
         """Tells the gateway what failed in `epoch`, the present one unless given."""
         labels = {"pair": self._pair, "instance": self._instance, "rank": self._rank}
-        log.error("%s rank %d: %s", self._instance, self._rank, error, extra=labels)
+        log.error("%s: %s", self._who, error, extra=labels)
         if isinstance(error, DisplacedError):
             self._displaced = error
             return  # the process that has taken the place decides about the instance
         if self._quiet or self._client.lost:
             return
-        epoch = self._epoch if epoch is None else epoch
         try:
-            self._client.fail(self._pair, self._instance, epoch, "instance", self._rank, error, uid=self._uid)
+            self._client.fail(self._seat(epoch), error, uid=self._uid)
         except WeightcastError as second:
-            log.error("%s rank %d: could not tell the gateway: %s", self._instance, self._rank, second)
+            log.error("%s: could not tell the gateway: %s", self._who, second)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.client import GatewayClient, Seat
 from weightcast.gateway.ranks.host import host_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.colocated.offers import Share
@@ -133,8 +133,7 @@ def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
 
 def join(
     client: GatewayClient,
-    pair: str,
-    epoch: int,
+    seat: Seat,
     part: RankPart,
     layout: RankLayout,
     backend: str,
@@ -149,19 +148,19 @@ def join(
     if part.is_trainer and part.rank not in part.trainer_ranks:
         return Member(part, None, None)
     labels = member_labels(part)
-    scope = (pair, part.instance, epoch, "trainer" if part.is_trainer else "instance", part.rank)
     deadline = joining.deadline
     if part.group_rank == 0:
         store, port = open_store(address, deadline)
-        client.set_rendezvous(*scope, address, port)
+        client.set_rendezvous(seat, address, port)
     else:
-        host, port = client.rendezvous(*scope, deadline.at)
+        host, port = client.rendezvous(seat, deadline.at)
         store = connect_store(host, port, deadline)
+    name = f"{seat.pair}/{seat.instance}/{seat.epoch}"
     group = join_group(
         store,
         rank=part.group_rank,
         labels=labels,
-        name=f"{pair}/{part.instance}/{epoch}",
+        name=name,
         deadline=deadline,
         backend=backend,
         address=address,
@@ -170,10 +169,10 @@ def join(
     member = Member(part, None, group)
     try:
         if deadline.expired:
-            raise DeadlineError(f"{pair}/{part.instance}/{epoch}: {labels[part.group_rank]} joined too late")
+            raise DeadlineError(f"{name}: {labels[part.group_rank]} joined too late")
         member.neighbours = find_neighbours(group, part, layout, share, deadline)
         member.executor = Executor(part, layout, group, member.neighbours)
-        client.joined(*scope)
+        client.joined(seat)
     except BaseException:
         member.close()
         raise

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcast.gateway.client import GatewayClient, Registered
+from weightcast.gateway.client import GatewayClient, Registered, Seat
 from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, report_of
@@ -161,7 +161,9 @@ class TrainerWorker:
                 f"trainer rank {self._rank}: the layout is not the one that was registered; connect again"
             )
         if layout.memory.address.tolist() != self._layout.memory.address.tolist():
-            self._rebind(layout)
+            for member in self._members.values():
+                member.rebind(layout)  # the plan holds, the executors get new views
+        self._layout = layout
         deadline = time.monotonic() + self._waits.gateway
         boot = self._client.offer(self._pair, self._rank, version, deadline)
         if boot is None:
@@ -212,12 +214,6 @@ class TrainerWorker:
         self._digests.close()
         self._client.close()
 
-    def _rebind(self, layout: RankLayout) -> None:
-        """Takes a layout with the same regions at new addresses: the plan holds, the executors get new views."""
-        self._layout = layout
-        for member in self._members.values():
-            member.rebind(layout)
-
     def _follow_connect(self, name: str, take: Callable[[], Order]) -> None:
         while True:
             order = take()
@@ -239,7 +235,7 @@ class TrainerWorker:
         """Raises the failure of a connect. The gateway keeps it as an error of its own class, which asking for the part
         raises.
         """
-        self._client.part(self._pair, name, order.epoch, "trainer", self._rank, time.monotonic() + 5.0)
+        self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
         raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
     def _join(self, name: str, epoch: int) -> None:
@@ -248,17 +244,16 @@ class TrainerWorker:
         layout = self._layout
         if layout is None:
             raise PairStateError(f"trainer rank {self._rank}: join before connect")
+        seat = self._seat(name, epoch)
         try:
-            deadline = time.monotonic() + self._waits.gateway
-            part = self._client.part(self._pair, name, epoch, "trainer", self._rank, deadline)
+            part = self._client.part(seat, time.monotonic() + self._waits.gateway)
             self._digests.prepare(part, layout)
         except WeightcastError as error:
             self._tell(name, epoch, error)
             return
-        arguments, waits = (self._client, self._pair, epoch, part, layout), self._waits
         self._joining[name] = Joining(
-            waits.join,
-            lambda joining: join(*arguments, self._backend, self._address, joining, self._share),
+            self._waits.join,
+            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining, self._share),
             lambda error: self._tell(name, epoch, error),
         )
         if self._given_up:
@@ -284,9 +279,9 @@ class TrainerWorker:
             order = take()
             if order.action is Action.JOIN:
                 self._join(name, order.epoch)
-                joined = True
             elif order.action is Action.CONNECTED:
                 self._finish_join(name)
+                joined = True
             elif order.action is Action.PREPARE and order.version == version:
                 self._report_first_pass(name, order.epoch, version)
             elif order.action is Action.RUN and order.version == version:
@@ -296,18 +291,21 @@ class TrainerWorker:
                 if order.ends_update(version):
                     return
 
+    def _seat(self, name: str, epoch: int) -> Seat:
+        return Seat(self._pair, name, epoch, "trainer", self._rank)
+
     def _labels(self, version: int) -> dict[str, object]:
         return {"pair": self._pair, "version": version}
 
     def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
         """Reports the digests of the weights to the gateway, before anything of them is sent."""
-        member, layout = self._members.get(name), self._layout
+        member = self._members.get(name)
         try:
-            if member is None or layout is None:
+            if member is None:
                 raise PairStateError(f"not joined to instance {name} in epoch {epoch}")
             if member.part.verify is not Verify.OFF:
-                report = self._digests.first(member.part, layout, version, self._labels(version)).report
-                self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, report, first=True)
+                report = self._digests.first(member.part).report
+                self._client.digests(self._seat(name, epoch), version, report, first=True)
         except Exception as error:
             self._tell(name, epoch, error)
             if not isinstance(error, WeightcastError):
@@ -332,11 +330,11 @@ class TrainerWorker:
                 reports[name] = executor.run(Deadline.after(self._waits.transfer), labels)
                 # What is over cannot be called off: the update may end before this rank hears that it has reported.
                 del self._running[name]
-            digests = self._digests.second(member.part, layout, version, labels, since=since).result()
+            digests = self._digests.second(member.part, since=since).result()
             if executor is not None:
-                seconds = self._digests.first(member.part, layout, version).seconds + digests.seconds
+                seconds = self._digests.first(member.part).seconds + digests.seconds
                 reports[name] = replace(reports[name], digest_seconds=seconds)
-            self._client.digests(self._pair, name, epoch, "trainer", self._rank, version, digests.report)
+            self._client.digests(self._seat(name, epoch), version, digests.report)
         except Exception as error:
             if run is None or not run.called_off:
                 self._tell(name, epoch, error)
@@ -361,7 +359,7 @@ class TrainerWorker:
         # A failure that arrives in an epoch that is over concerns nobody any more. That the gateway is gone is told by
         # whoever waits for its orders.
         with suppress(PairStateError, TransferError):
-            self._client.fail(self._pair, name, epoch, "trainer", self._rank, error)
+            self._client.fail(self._seat(name, epoch), error)
 
 
 def _outcome(name: str, record: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The HTTP server of the gateway: application, routes, tokens, and the process that serves them.
 
-- `run`: HTTP server for the application, from the command line or in an actor
+- `run`: HTTP server for the application, from the command line or in an actor, and its memory
 - `ray_actor`: gateway as a named actor of Ray
 - `app`: the application: table of routes and guard put together
 - `guard`: token, scope and size of each request, checked before any route
@@ -11,6 +11,5 @@
 - `openapi`: OpenAPI document of all routes
 - `requests`: requests and replies, read and checked without a web framework
 - `bodies`: JSON bodies of ranks' requests, with strict types
-- `heap`: memory of old plans kept for the next one
 - `logs`: logs as JSON lines or as text
 """

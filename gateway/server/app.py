@@ -14,12 +14,12 @@ from contextlib import asynccontextmanager
 from starlette.routing import Router
 
 from weightcast.gateway.control.gateway import Gateway
+from weightcast.gateway.server import rank_routes
+from weightcast.gateway.server import routes as people_routes
 from weightcast.gateway.server.guard import Guard, Receive, Scope, Send
 from weightcast.gateway.server.openapi import add_document, document_of
-from weightcast.gateway.server.rank_routes import add_rank_routes
 from weightcast.gateway.server.requests import refusal
-from weightcast.gateway.server.routes import add_routes
-from weightcast.gateway.server.routing import Route, RouteBuilder, RouteTable
+from weightcast.gateway.server.routing import Route, Routes, RouteTable
 from weightcast.gateway.server.tokens import Access, Throttle, Tokens, make_token
 
 __all__ = ["Application", "make_app", "make_token"]
@@ -29,10 +29,10 @@ class Application:
     """ASGI application of a gateway. One of `tokens` is wanted as `Authorization: Bearer TOKEN` on every route."""
 
     def __init__(self, gateway: Gateway, tokens: Tokens) -> None:
-        routes = RouteBuilder(gateway)
-        for add in (add_rank_routes, add_routes, add_document):
-            add(routes)
+        routes = Routes(*rank_routes.ROUTES.added, *people_routes.ROUTES.added)
+        add_document(routes)
         self.routes = routes.added
+        self._gateway = gateway
         self._table = RouteTable(self.routes)
         self._guarded = Guard(self._answer, tokens, _access, gateway.metrics.refused, Throttle())
 
@@ -55,7 +55,7 @@ class Application:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         route: Route | None = scope["route"]
         if route is not None:
-            await route(scope, receive, send)
+            await route(self._gateway, scope, receive, send)
             return
         method, path = scope["method"], scope["path"]
         methods = self._table.methods(path)

@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 
 from weightcast import __version__
 from weightcast.gateway.incarnations import HEADER
-from weightcast.gateway.server.requests import Reply, Request, json_reply
-from weightcast.gateway.server.routing import WAIT, Route, RouteBuilder, Speaker
+from weightcast.gateway.server.routing import WAIT, Answer, Call, Route, Routes, Speaker
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.documents import Record
 from weightcast.transfer.wire.messages import MSGPACK
@@ -28,13 +27,13 @@ _NUMBERS = {"rank", "epoch", "version"}
 _INCARNATION = f"header {HEADER} says which incarnation a trainer rank is: RANK/GENERATION/BOOT/START as registered"
 
 
-def add_document(routes: RouteBuilder) -> None:
+def add_document(routes: Routes) -> None:
     """Adds the route that serves the document. It tells of itself as well."""
 
     @routes.add("GET", "/openapi.json", Access.READ)
-    async def openapi(_: Request) -> Reply:
+    async def openapi(_: Call) -> Answer:
         """This document."""
-        return json_reply(document_of(routes.added))
+        return document_of(routes.added)
 
 
 def document_of(routes: Sequence[Route]) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def _operation(route: Route) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": _schema_of(name)} for name in names
     ]
-    for name, schema, meaning in route.query:
+    for name, schema, meaning in route.parameters.values():
         parameters.append({"name": name, "in": "query", "schema": schema, "description": meaning})
     if route.speaker in (Speaker.TRAINER, Speaker.SIDE):
         described = {"name": HEADER, "in": "header", "schema": {"type": "string"}, "description": _INCARNATION}
@@ -77,7 +76,8 @@ def _operation(route: Route) -> dict[str, Any]:
     }
     if WAIT in route.query:
         responses["204"] = {"description": "nothing yet: ask again"}
-    operation: dict[str, Any] = {"summary": route.summary, "tags": [route.access.name.lower()]}
+    summary = " ".join((route.answer.__doc__ or "").split())
+    operation: dict[str, Any] = {"summary": summary, "tags": [route.access.name.lower()]}
     operation["description"] = f"Asked by {route.speaker.value}; needs a token of scope {route.access.name.lower()}."
     operation |= {"parameters": parameters, "responses": responses}
     if route.body is not None:

@@ -61,7 +61,6 @@ class GatewayActor:
         from weightcast.gateway.control.gateway import Gateway
         from weightcast.gateway.control.store import Store
         from weightcast.gateway.server.app import make_app
-        from weightcast.gateway.server.heap import keep_freed_memory
         from weightcast.gateway.server.logs import set_up
         from weightcast.gateway.server.run import make_server
         from weightcast.gateway.server.tokens import Tokens
@@ -75,7 +74,6 @@ class GatewayActor:
             port = int(listener.getsockname()[1])
             app = make_app(Gateway(address, port, store), Tokens(**self._tokens))
             server = make_server(app)
-            keep_freed_memory()
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""RouteBuilder of the gateway: one table, from which requests are dispatched, guarded and documented.
+"""Routes of the gateway: one table, from which requests are dispatched, guarded and documented.
 
 A route says its method and path, the scope that a token needs, who speaks, and which parameters and body it reads. A
 request is found by one look-up: ranks ask thousands of times a second. A parameter that a route does not declare cannot
@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from weightcast.gateway.control.gateway import Gateway
@@ -19,16 +21,17 @@ from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.server.bodies import MAX_IDENTITY
 from weightcast.gateway.server.guard import Receive, Scope, Send
-from weightcast.gateway.server.requests import MAX_POLL, Reply, Request, failed, refusal_of, stopping
+from weightcast.gateway.server.requests import MAX_POLL, Reply, Request, failed, json_reply, refusal_of, stopping
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import InputError, WeightcastError
 
-__all__ = ["IDENTITY", "KNOWN", "WAIT", "Answer", "Query", "Route", "RouteBuilder", "RouteTable", "Speaker"]
+__all__ = ["IDENTITY", "KNOWN", "WAIT", "Answer", "Call", "Query", "Route", "RouteTable", "Routes", "Speaker"]
 
 log = logging.getLogger("weightcast.gateway")
 
-Answer = Callable[[Request], Awaitable[Reply]]
+Answer = Reply | dict[str, Any] | None
+"""Answer to a call: a dict is sent as JSON, and None as an empty one."""
 
 
 class Speaker(Enum):
@@ -53,32 +56,73 @@ KNOWN = Query("known", {"type": "string", "maxLength": 64}, "life of the pair th
 IDENTITY = Query("identity", {"type": "string", "maxLength": MAX_IDENTITY}, "the process that asks")
 
 
+class Call(Request):
+    """A request with the gateway that it asks, and with what its path names there."""
+
+    __slots__ = ("gateway",)
+    gateway: Gateway
+
+    @property
+    def pair(self) -> Pair:
+        """The pair."""
+        return self.gateway.pair(self.path["name"])
+
+    @property
+    def instance(self) -> Instance:
+        """The instance. Raises DisplacedError for who is no longer one of its ranks."""
+        instance = self.pair.instance(self.path["instance"])
+        instance.check_process(self.identity)
+        return instance
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the instance."""
+        return self.whole("epoch")
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+        return self.whole("rank")
+
+    @property
+    def identity(self) -> str:
+        """The process that asks, empty where it does not say."""
+        return self.text("identity", MAX_IDENTITY)
+
+
+Handler = Callable[[Call], Awaitable[Answer]]
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
     """Answer to one method and path. `body` is the record of a JSON body, bytes for msgpack, None where there is none.
 
-    `kinds` are the content types of its answers.
+    `kinds` are the content types of its answers. A request of a trainer rank is answered only while its incarnation is
+    believed: one check for all routes, before the answer, and the end of an answer under way when a registration
+    displaces who waits for it.
     """
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        access: Access,
-        speaker: Speaker,
-        answer: Answer,
-        query: Sequence[Query] = (),
-        body: type[Record] | type[bytes] | None = None,
-        kinds: Sequence[str] = ("application/json",),
-        summary: str = "",
-    ) -> None:
-        self.method, self.path, self.access, self.speaker = method, path, access, speaker
-        self.answer, self.query, self.body, self.kinds, self.summary = answer, query, body, kinds, summary
-        self.parameters = frozenset(parameter.name for parameter in query)
+    method: str
+    path: str
+    access: Access
+    speaker: Speaker
+    answer: Handler
+    query: Sequence[Query] = ()
+    body: type[Record] | type[bytes] | None = None
+    kinds: Sequence[str] = ("application/json",)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    @cached_property
+    def parameters(self) -> dict[str, Query]:
+        """Parameters of its query by name. Ranks of instances say which process they are as well."""
+        names = [IDENTITY] if "{instance}" in self.path and self.speaker is not Speaker.ANYBODY else []
+        return {parameter.name: parameter for parameter in (*self.query, *names)}
+
+    async def __call__(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            request = Request(scope["path_params"], scope["query_string"], receive, scope["headers"], self.parameters)
-            reply = await self.answer(request)
+            call = Call(scope["path_params"], scope["query_string"], receive, scope["headers"], self.parameters.keys())
+            call.gateway = gateway
+            answer = await self._checked(call)
+            reply = answer if isinstance(answer, Reply) else json_reply(answer or {})
         except WeightcastError as error:
             reply = refusal_of(error)
         except asyncio.CancelledError:  # whoever asks again finds the gateway's next life
@@ -87,6 +131,38 @@ class Route:
             log.exception("%s %s failed", self.method, self.path)
             reply = failed(self.method, scope["path"][:1000])
         await reply.send(send)
+
+    async def _checked(self, call: Call) -> Answer:
+        """The answer for who may have it. Raises InputError for a trainer rank that does not say which incarnation it
+        is, and for another one that says so, and what `Incarnations.check` raises.
+        """
+        if self.speaker is Speaker.ANYBODY:
+            return await self.answer(call)
+        incarnation = call.incarnation()
+        if self.speaker is Speaker.INSTANCE or (self.speaker is Speaker.SIDE and call.side() == "instance"):
+            if incarnation is not None:
+                rank = incarnation.rank
+                raise InputError(f"ranks of an instance say this; header {HEADER} is of trainer rank {rank}")
+            return await self.answer(call)
+        if incarnation is None:
+            raise InputError(f"trainer ranks say this, and in the header {HEADER} which incarnation they are: register")
+        if "rank" in call.path and call.rank != incarnation.rank:
+            path_rank = call.path["rank"][:20]
+            raise InputError(f"header {HEADER} is of trainer rank {incarnation.rank}, the path of {path_rank!r}")
+        return await self._believed(call, call.pair, incarnation)
+
+    async def _believed(self, call: Call, pair: Pair, incarnation: Incarnation) -> Answer:
+        pair.incarnations.check(incarnation, pair.boot)
+        task = asyncio.current_task()
+        assert task is not None, "requests are answered in tasks"
+        pair.asking[task] = incarnation
+        try:
+            return await self.answer(call)
+        except asyncio.CancelledError:
+            pair.incarnations.check(incarnation, pair.boot)  # it is believed no more since it asked
+            raise
+        finally:
+            del pair.asking[task]
 
 
 class _Entry(NamedTuple):
@@ -138,16 +214,11 @@ class RouteTable:
         return entry if all(parts[at] for at, _ in entry.named) else None
 
 
-class RouteBuilder:
-    """RouteBuilder of one gateway, in the order in which they were added.
+class Routes:
+    """Routes in the order in which they were added. Each says who may ask."""
 
-    Each says who may ask. A request of a trainer rank is answered only while its incarnation is believed: one check for
-    all routes, before the answer, and the end of an answer under way when a registration displaces who waits for it.
-    """
-
-    def __init__(self, gateway: Gateway) -> None:
-        self.gateway = gateway
-        self.added: list[Route] = []
+    def __init__(self, *added: Route) -> None:
+        self.added = list(added)
 
     def add(
         self,
@@ -158,58 +229,11 @@ class RouteBuilder:
         query: Sequence[Query] = (),
         body: type[Record] | type[bytes] | None = None,
         kinds: Sequence[str] = ("application/json",),
-    ) -> Callable[[Answer], Answer]:
+    ) -> Callable[[Handler], Handler]:
         """Makes an answer that of a route. Its docstring says in the document what the route is for."""
 
-        def add(answer: Answer) -> Answer:
-            async def checked(request: Request) -> Reply:
-                return await self._checked(request, speaker, answer)
-
-            named = [IDENTITY] if "{instance}" in path and speaker is not Speaker.ANYBODY else []
-            summary = " ".join((answer.__doc__ or "").split())
-            self.added.append(Route(method, path, access, speaker, checked, [*query, *named], body, kinds, summary))
+        def add(answer: Handler) -> Handler:
+            self.added.append(Route(method, path, access, speaker, answer, query, body, kinds))
             return answer
 
         return add
-
-    async def _checked(self, request: Request, speaker: Speaker, answer: Answer) -> Reply:
-        """The answer for who may have it. Raises InputError for a trainer rank that does not say which incarnation it
-        is, and for another one that says so, and what `Incarnations.check` raises.
-        """
-        if speaker is Speaker.ANYBODY:
-            return await answer(request)
-        incarnation = request.incarnation()
-        if speaker is Speaker.INSTANCE or (speaker is Speaker.SIDE and request.side() == "instance"):
-            if incarnation is not None:
-                rank = incarnation.rank
-                raise InputError(f"ranks of an instance say this; header {HEADER} is of trainer rank {rank}")
-            return await answer(request)
-        if incarnation is None:
-            raise InputError(f"trainer ranks say this, and in the header {HEADER} which incarnation they are: register")
-        if "rank" in request.path and request.whole("rank") != incarnation.rank:
-            path_rank = request.path["rank"][:20]
-            raise InputError(f"header {HEADER} is of trainer rank {incarnation.rank}, the path of {path_rank!r}")
-        return await self._believed(request, self.pair(request), incarnation, answer)
-
-    async def _believed(self, request: Request, pair: Pair, incarnation: Incarnation, answer: Answer) -> Reply:
-        pair.incarnations.check(incarnation, pair.boot)
-        task = asyncio.current_task()
-        assert task is not None, "requests are answered in tasks"
-        pair.asking[task] = incarnation
-        try:
-            return await answer(request)
-        except asyncio.CancelledError:
-            pair.incarnations.check(incarnation, pair.boot)  # it is believed no more since it asked
-            raise
-        finally:
-            del pair.asking[task]
-
-    def pair(self, request: Request) -> Pair:
-        """The pair that a path names."""
-        return self.gateway.pair(request.path["name"])
-
-    def instance(self, request: Request) -> Instance:
-        """The instance that a path names. Raises DisplacedError for who is no longer one of its ranks."""
-        instance = self.pair(request).instance(request.path["instance"])
-        instance.check_process(request.text("identity", MAX_IDENTITY))
-        return instance

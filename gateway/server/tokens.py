@@ -45,8 +45,8 @@ class Tokens:
     read: str = ""
 
     def __post_init__(self) -> None:
-        given = [(field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name)]
-        for name, token in given:
+        tokens = [(field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name)]
+        for name, token in tokens:
             if len(token) < MIN_TOKEN:
                 raise InputError(
                     f"the {name} token is shorter than {MIN_TOKEN} characters; "
@@ -54,20 +54,14 @@ class Tokens:
                 )
         if not self.operator:
             raise InputError("there is no operator token; choose one or let the gateway make one")
-        if len({token for _, token in given}) < len(given):
+        if len({token for _, token in tokens}) < len(tokens):
             raise InputError("two scopes have the same token; choose another for one of them")
 
-    def access(self, given: bytes) -> Access | None:
+    def access(self, token: bytes) -> Access | None:
         """The scope of a token, None for a wrong one. Takes the same time whichever it is."""
-        found = None
-        for access, token in (
-            (Access.READ, self.read),
-            (Access.WORKER, self.worker),
-            (Access.OPERATOR, self.operator),
-        ):
-            if hmac.compare_digest(given, token.encode()) and token:
-                found = access
-        return found
+        scopes = {Access.READ: self.read, Access.WORKER: self.worker, Access.OPERATOR: self.operator}
+        matches = [access for access, own in scopes.items() if hmac.compare_digest(token, own.encode()) and own]
+        return max(matches, default=None)
 
 
 class Throttle:

@@ -21,7 +21,7 @@ from spawn_support import free_port
 
 from weightcast.cli import main
 from weightcast.commands import status as status_command
-from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout.placement import ExpertPlacement
 from weightcast.transfer.layout.tables import RankReport, Region, RegionTable
@@ -74,10 +74,10 @@ def register(url: str, pair: str, error: Exception | None = None) -> None:
         client.create_pair(pair, 1, {"rollout-0": {"kind": "worker", "world_size": 2}}, {"join": 1.0})
         client.register_trainer(pair, whole(reports))
         if error is not None:
-            engine.fail(pair, "rollout-0", 1, "instance", 1, error)
+            engine.fail(Seat(pair, "rollout-0", 1, "instance", 1), error)
         else:
             for report in reports:
-                engine.register_instance(pair, "rollout-0", 1, report)
+                engine.register_instance(Seat(pair, "rollout-0", 1, "instance", report.rank), report)
         client.start_connect(pair)
         limit = time.monotonic() + 30.0
         while client.pair_status(pair)["instances"]["rollout-0"]["phase"] != "failed":

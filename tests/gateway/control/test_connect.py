@@ -15,7 +15,7 @@ from engine_support import ALL, STEPS, TOP, A, B, Play, connected, reports_of
 from weightcast.gateway.control import connect as coordinator
 from weightcast.gateway.control import update as transaction
 from weightcast.gateway.control.gateway import Gateway
-from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.records import EngineSpec, Order, PairSpec
 from weightcast.gateway.settings import Settings
@@ -74,9 +74,9 @@ def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_di
             spy(step)
         give, given = play.pair.give, []
 
-        async def spied_give(instance: Instance, order: Order) -> None:
+        def spied_give(instance: Instance, order: Order) -> None:
             given.append((order.action, instance.record.fenced))
-            await give(instance, order)
+            give(instance, order)
 
         play.pair.give = spied_give  # type: ignore[method-assign]
         await play.update(2)
@@ -405,11 +405,12 @@ def test_a_trainer_that_starts_twice_before_its_turn_is_connected_once() -> None
         engines = {A: EngineSpec(kind="worker", world_size=1)}
         pair = await gateway.create(PairSpec("main", trainer_world=1, instances=engines, settings=settings))
         report = reports_of([[ALL]])[0]
-        await pair.busy.acquire()
+        step, instances = Step(pair.generation), pair.present
+        await pair.hold(step, instances)
         for start in ("x.1", "x.2"):
             await pair.register_trainer(0, report, start)
             gateway.start_connect("main")
-        pair.busy.release()
+        pair.release(step, instances)
         await pair.poll(lambda: any(order.action == "failed" for order in pair.orders.since(0)), 20.0)
         await asyncio.gather(*gateway._tasks)
         registers = [order.trainer for order in pair.orders.since(0) if order.action == "register"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -95,9 +96,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     passes: list[bool] = []
     report = PartDigests.report
 
-    def counted(self: PartDigests, *arguments: object, values: bool = False) -> Digested:
+    def counted(self: PartDigests, *arguments: Any, values: bool = False, **scope: Any) -> Digested:
         passes.append(values)
-        return report(self, *arguments, values=values)  # type: ignore[arg-type]
+        return report(self, *arguments, values=values, **scope)
 
     monkeypatch.setattr(PartDigests, "report", counted)
     return passes
@@ -108,14 +109,14 @@ def test_a_trainer_rank_makes_two_passes_for_all_instances(monkeypatch: pytest.M
     parts = [PlanParts(plan).trainer_part(name, 0) for name in ("a", "b")]
     alone = PartDigests().report(parts[0], trainer, 1).report.digest.tolist()
     passes, digests = counting(monkeypatch), shared(*parts, layout=trainer)
-    assert [digests.first(part, trainer, 1).report.digest.tolist() for part in parts] == [alone, alone]
-    one, other = (digests.second(part, trainer, 1) for part in parts)
+    assert [digests.first(part).report.digest.tolist() for part in parts] == [alone, alone]
+    one, other = (digests.second(part) for part in parts)
     assert one is other
     assert one.result().report.digest.tolist() == alone
     assert passes == [True, False]
     trainer.view(0)[0, 0] = 5.0
     digests.begin(parts, trainer, 1)
-    assert digests.first(parts[0], trainer, 1).report.digest.tolist() != alone, "even of the same version"
+    assert digests.first(parts[0]).report.digest.tolist() != alone, "even of the same version"
     digests.close()
 
 
@@ -124,10 +125,10 @@ def test_an_instance_that_joined_meanwhile_has_a_second_pass_of_its_own(monkeypa
     trainer, _, plan = pair()
     part = PlanParts(plan).trainer_part("a", 0)
     passes, digests = counting(monkeypatch), shared(part, layout=trainer)
-    early = digests.second(part, trainer, 1)
-    late = digests.second(part, trainer, 1, since=time.monotonic())
+    early = digests.second(part)
+    late = digests.second(part, since=time.monotonic())
     assert late is not early
-    assert digests.second(part, trainer, 1) is late
+    assert digests.second(part) is late
     late.result()
     assert passes == [True, False, False]
     digests.close()
@@ -139,7 +140,7 @@ def test_all_first_passes_of_an_update_end_before_one_is_reported(monkeypatch: p
     part = PlanParts(plan).trainer_part("a", 0)
     fewer = dataclasses.replace(part, digests=part.digests.between(0, 1))
     passes, digests = counting(monkeypatch), shared(part, fewer, layout=trainer)
-    digests.first(part, trainer, 1)
+    digests.first(part)
     assert passes == [True, True]
     digests.close()
 
@@ -150,15 +151,15 @@ def test_an_instance_planned_anew_meanwhile_finds_the_weights_as_they_were(chang
     part = PlanParts(plan).trainer_part("a", 0)
     fewer = dataclasses.replace(part, digests=part.digests.between(0, 1))
     digests = shared(part, layout=trainer)
-    digests.second(part, trainer, 1).result()
+    digests.second(part).result()
     if changed:
         trainer.view(0)[0, 0] += 1.0
         with pytest.raises(
             WeightsChangedError, match=r"weights changed during update\(\) while .* connected anew: w; let"
         ):
-            digests.first(fewer, trainer, 1)
+            digests.first(fewer)
     else:
-        assert len(digests.first(fewer, trainer, 1).report) == 1
+        assert len(digests.first(fewer).report) == 1
     digests.close()
 
 
@@ -175,6 +176,6 @@ def test_instances_planned_apart_do_not_displace_each_other_s_digesters(monkeypa
     monkeypatch.setattr(gateway_digests, "Digester", counted)
     digests = shared(part, fewer, layout=trainer)
     for one in (part, fewer):
-        digests.second(one, trainer, 1).result()
+        digests.second(one).result()
     assert made == [len(part.digests), 1]
     digests.close()

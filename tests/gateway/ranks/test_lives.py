@@ -20,7 +20,7 @@ from life_support import ENGINE, ONE, Engine, create, soon, trainer
 from spawn_support import free_port
 
 from weightcast.adapters.unsharded import PlainSource
-from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.gateway.control.instance import Holding
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import AbsentError, DisplacedError, VersionError
@@ -285,15 +285,16 @@ def test_a_displaced_worker_is_refused_for_good_and_fails_nobody(undo: ExitStack
     assert {type(error) for error in first.said} == {DisplacedError}
     assert len({str(error) for error in first.said}) == 1
     assert second.said == []
+    seat = Seat("main", ENGINE, 1, "instance", 0)
     with GatewayClient(url, token, identity=first.worker.memory.identity) as client:
         for ask in (
             lambda: client.orders("main", ENGINE, 0, 0.0),
             lambda: client.restarted("main", ENGINE, 0),
             lambda: client.beat(f"main/instances/{ENGINE}/ranks/0", first.worker.memory.identity),
-            lambda: client.joined("main", ENGINE, 1, "instance", 0),
-            lambda: client.fail("main", ENGINE, 1, "instance", 0, ValueError("x")),
-            lambda: client.moved("main", ENGINE, 1, 0, 5, [0]),
-            lambda: client.ready("main", ENGINE, 1, 0, "", [], 0.0),
+            lambda: client.joined(seat),
+            lambda: client.fail(seat, ValueError("x")),
+            lambda: client.moved(seat, 5, [0]),
+            lambda: client.ready(seat, "", [], 0.0),
         ):
             with pytest.raises(DisplacedError, match="was displaced by process"):
                 ask()

@@ -12,7 +12,7 @@ from life_support import ENGINE, SIZE, Engine, create, soon
 from plain_support import Piece, PlainSink
 
 from weightcast.adapters.unsharded import PlainSource
-from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.client import GatewayClient, Seat
 from weightcast.gateway.ranks.instance import InstanceWorker
 from weightcast.gateway.ranks.membership import Joining, Member
 from weightcast.gateway.ranks.trainer import TrainerWorker
@@ -74,9 +74,10 @@ def test_a_failure_of_the_pair_before_is_none_of_the_pair_that_was_made_anew() -
         uid = client.pair_status("main")["uid"]
         client.delete_pair("main")
         create(url, token)
+        seat = Seat("main", ENGINE, 1, "instance", 0)
         with pytest.raises(PairStateError, match="the pair was created again since"):
-            client.fail("main", ENGINE, 1, "instance", 0, TransferError("given up"), uid=uid)
-        client.fail("main", ENGINE, 1, "instance", 0, TransferError("x"), uid=client.pair_status("main")["uid"])
+            client.fail(seat, TransferError("given up"), uid=uid)
+        client.fail(seat, TransferError("x"), uid=client.pair_status("main")["uid"])
 
 
 def test_a_worker_whose_place_was_taken_tells_nobody() -> None:

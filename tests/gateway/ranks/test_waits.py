@@ -27,7 +27,7 @@ from plain_support import Piece, PlainSink
 
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.control import update as transaction
-from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.ranks.instance import InstanceWorker
 from weightcast.gateway.ranks.trainer import TrainerWorker
@@ -293,12 +293,17 @@ def test_an_offer_that_is_alone_ends_with_the_update() -> None:
 def test_an_update_behind_a_connect_that_hangs_is_decided() -> None:
     async def run() -> None:
         play: Play = await connected(A, update=0.5)
-        async with play.pair.busy:
-            for rank in range(2):
-                await play.pair.offer(rank, 2)
-            await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
+        step, instances = Step(play.pair.generation), play.pair.present
+        await play.pair.hold(step, instances)
+        for rank in range(2):
+            await play.pair.offer(rank, 2)
+        await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
+        play.pair.release(step, instances)
         reason = play.pair.results[2][A].reason
-        assert reason == "pair main: it was still being connected 0.5 s after the first offer"
+        assert reason == f"pair main: still being connected 0.5 s after the first offer: {A}"
+        assert play.pair.orders.since(0)[-1].version == 2, "trainer ranks hear that it is over"
+        for player in play.trainers:
+            player.cursor[A] = play.pair.instances[A].orders.count
         assert (await play.update(3)).committed
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
     import resource, sys, threading
     import numpy as np
-    from weightcast.gateway.server.heap import keep_freed_memory
+    from weightcast.gateway.server.run import keep_freed_memory
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
