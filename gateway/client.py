@@ -21,7 +21,6 @@ import httpx
 from weightcast.gateway.addresses import transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.records import Order
-from weightcast.transfer import errors
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -29,6 +28,7 @@ from weightcast.transfer.errors import (
     TransferError,
     UnregisteredError,
     WeightcastError,
+    error_named,
 )
 from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.plan.digest_report import DigestReport
@@ -377,7 +377,7 @@ class GatewayClient:
         """Says what stopped a rank, so that nobody waits for it. `uid` is that of the pair with which it registered."""
         name = type(error).__name__
         message = " ".join(str(error).split())[:9_000]
-        if name not in errors.__all__:
+        if error_named(name) is None:
             name, message = "ControlError", f"{name}: {message}"
         params = {"uid": uid} if uid else {}
         self._call("POST", f"{seat.path}/failures", params=params, json={"error": name, "message": message})
@@ -435,8 +435,7 @@ def _error_of(response: httpx.Response, what: str) -> WeightcastError:
         answer = response.json()
     except ValueError:
         answer = {}
-    name, message = answer.get("error"), answer.get("message")
-    if isinstance(name, str) and name in errors.__all__ and isinstance(message, str):
-        kind: type[WeightcastError] = getattr(errors, name)
+    kind, message = error_named(answer.get("error")), answer.get("message")
+    if kind is not None and isinstance(message, str):
         return kind(message)
     return ControlError(f"{what} answered {response.status_code}: {' '.join(response.text.split())[:500]}")

@@ -126,7 +126,9 @@ class PairOptions(Record):
     """
 
     trainer_world: Ranks
-    instances: Annotated[dict[str, EngineSpec], Field(min_length=1, max_length=10_000)]
+    instances: Annotated[
+        dict[str, EngineSpec], Field(min_length=1, max_length=10_000, description="from 1 to 10000 instances by name")
+    ]
     settings: Settings = field(default_factory=Settings)
     bucket_bytes: Bucket = 512 << 20
     commit: CommitPolicy = "each"

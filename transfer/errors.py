@@ -1,30 +1,4 @@
-"""Every error weightcast raises on purpose.
-
-    WeightcastError
-    ├── InputError                    what was handed in is malformed (exit status 2)
-    │   ├── LayoutError               a region, table, report or bundle contradicts itself
-    │   ├── WireError                 bytes that are no message of ours, or too large
-    │   ├── PlacementError            an expert placement contradicts itself
-    │   │   └── PlacementIndexError   a layer, expert, slot or rank out of range (also an IndexError)
-    │   └── AbsentError               a pair or an instance that the gateway does not know
-    ├── CoverageError                 something is held by no rank (exit status 3)
-    ├── DescribeError                 an adapter cannot describe what a rank holds
-    │   └── AgreementError            engine and placement contradict each other
-    ├── PlanError                     a plan breaks one of its invariants
-    ├── UpdateError                   an update did not commit (exit status 4)
-    │   ├── StalePlanError            the layout or placement moved since the plan was made
-    │   ├── TransferError             bytes could not be moved
-    │   │   └── DeadlineError         a wait ran past its deadline; names who is missing
-    │   ├── DigestMismatchError       what lies in memory is not what was sent
-    │   ├── WeightsChangedError       the trainer's weights changed while they were sent
-    │   ├── NonFiniteError            the trainer holds values, or a cast makes some, that an instance refuses
-    │   └── EngineError               an engine's own API refused a step
-    └── ControlError                  a request the control plane refuses
-        ├── PairStateError            an event that is illegal in the pair's state
-        ├── VersionError              a version that does not grow
-        ├── DisplacedError            a process that was replaced speaks all the same; names both
-        ├── UnregisteredError         a trainer rank that this start of the gateway does not know: register first
-        └── AuthorizationError        a missing or wrong token
+"""Every error weightcast raises on purpose; `WeightcastError` is the root of their tree.
 
 A message names tensor, rank, instance, what was expected, what was found, and what to do. It is one line, so that it
 survives a trip through an engine's API unharmed.
@@ -33,34 +7,6 @@ survives a trip through an engine's API unharmed.
 from __future__ import annotations
 
 from typing import ClassVar
-
-__all__ = [
-    "AbsentError",
-    "AgreementError",
-    "AuthorizationError",
-    "ControlError",
-    "CoverageError",
-    "DeadlineError",
-    "DescribeError",
-    "DigestMismatchError",
-    "DisplacedError",
-    "EngineError",
-    "InputError",
-    "LayoutError",
-    "NonFiniteError",
-    "PairStateError",
-    "PlacementError",
-    "PlacementIndexError",
-    "PlanError",
-    "StalePlanError",
-    "TransferError",
-    "UnregisteredError",
-    "UpdateError",
-    "VersionError",
-    "WeightcastError",
-    "WeightsChangedError",
-    "WireError",
-]
 
 
 class WeightcastError(Exception):
@@ -169,3 +115,9 @@ class UnregisteredError(ControlError):
 
 class AuthorizationError(ControlError):
     """A missing or wrong bearer token."""
+
+
+def error_named(name: object) -> type[WeightcastError] | None:
+    """The class of that name, as messages between processes carry it; None for a name that is none."""
+    kind = globals().get(name) if isinstance(name, str) else None
+    return kind if isinstance(kind, type) and issubclass(kind, WeightcastError) else None

@@ -196,8 +196,6 @@ def one_line(message: object) -> str:
 
 def make_driver(instance: str, spec: EngineSpec, timeout: float, patience: float = 30.0) -> EngineDriver:
     """The driver for a spec, see `SGLangDriver`. Raises InputError for a spec that contradicts itself."""
-    if spec.world_size < 1:
-        raise InputError(f"instance {instance}: world_size is {spec.world_size}, expected at least 1")
     if spec.allow_non_finite and spec.non_finite == "report":
         raise InputError(f"instance {instance}: non_finite is 'report', which allows all; leave allow_non_finite out")
     if spec.kind == "worker":

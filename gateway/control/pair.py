@@ -70,12 +70,8 @@ class Pair(Party):
         processes: Iterable[Standing] = (),
     ) -> None:
         super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence, KEPT_ORDERS)
-        if spec.trainer_world < 1:
-            raise InputError(f"pair {spec.name}: trainer_world is {spec.trainer_world}, expected at least 1")
         for name in (spec.name, *spec.instances):
             check_name(name)
-        if not spec.instances:
-            raise InputError(f"pair {spec.name}: no instances")
         urls = [engine.url for engine in spec.instances.values() if engine.url]
         if len(set(urls)) != len(urls):
             raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")

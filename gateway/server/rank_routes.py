@@ -14,8 +14,7 @@ from weightcast.gateway.server.bodies import BeatBody, FailureBody, MovedBody, O
 from weightcast.gateway.server.requests import NOTHING, Reply, decoded
 from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, Routes, Speaker
 from weightcast.gateway.server.tokens import Access
-from weightcast.transfer import errors
-from weightcast.transfer.errors import ControlError, PairStateError
+from weightcast.transfer.errors import ControlError, PairStateError, error_named
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -132,8 +131,8 @@ async def failures(call: Call) -> None:
             f"instance {instance.name}: the pair was created again since; the failure is of the pair before"
         )
     body = await call.json(FailureBody)
-    kind = getattr(errors, body.error, None) if body.error in errors.__all__ else None
-    await instance.fail_rank(call.epoch, _label(call), (kind or ControlError)(" ".join(body.message.split())))
+    kind = error_named(body.error) or ControlError
+    await instance.fail_rank(call.epoch, _label(call), kind(" ".join(body.message.split())))
 
 
 # Steps of the members of an instance's communicator, once an epoch

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
-from weightcast.transfer.boxes.columns import ranges
+from weightcast.transfer.boxes.columns import Columns, ranges
 
 __all__ = ["Places", "StridedCopies", "join", "unroll"]
 
@@ -27,7 +27,7 @@ class Places(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StridedCopies:
+class StridedCopies(Columns):
     """k copies in columns. Side 0 is read and side 1 written, or the other way round: the module does not care.
 
     Rows of one `group` (k,) are consecutive, and only they may be joined. `size` (k, D) is the box. For each side
@@ -42,17 +42,10 @@ class StridedCopies:
     stride: IntArray
 
     @classmethod
-    def between(cls, group: IntArray, size: IntArray, first: Places, second: Places) -> StridedCopies:
+    def of_sides(cls, group: IntArray, size: IntArray, first: Places, second: Places) -> StridedCopies:
         """Copies between two sides that are given one by one; strides have the width of `size`."""
         base, start = np.stack([first.base, second.base], axis=1), np.stack([first.start, second.start], axis=1)
         return cls(group, size, base, start, np.stack([first.stride, second.stride], axis=2))
-
-    def __len__(self) -> int:
-        return int(self.group.shape[0])
-
-    def take(self, rows: IntArray | BoolArray) -> StridedCopies:
-        """The copies at `rows` (indices or a mask), in that order."""
-        return StridedCopies(*(getattr(self, name)[rows] for name in self.__slots__))
 
     def turned(self) -> StridedCopies:
         """The same copies with their sides exchanged."""

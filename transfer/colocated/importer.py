@@ -91,7 +91,7 @@ class ImportedBoxes:
             for places in (Places(offer.base, offer.start, offer.stride), target)
         )
         group = np.zeros(len(rows), dtype=np.int64)
-        return StridedCopies.between(group, pad_boxes(size, width, 1), source, target)
+        return StridedCopies.of_sides(group, pad_boxes(size, width, 1), source, target)
 
     def _cast(self, boxes: StridedCopies, wire: IntArray, sources: Sequence[torch.Tensor]) -> list[CopyBatch]:
         """For each message a batch that packs it and one that unpacks it. `wire` (k,) are codes of dtypes."""
@@ -117,7 +117,7 @@ def _to_messages(boxes: StridedCopies, pieces: Messages, side: int) -> StridedCo
     start = boxes.start[pieces.box, side] + (pieces.offset * stride).sum(axis=1)
     memory = Places(boxes.base[pieces.box, side], start, stride)
     message = Places(pieces.message, pieces.start, contiguous_strides(pieces.size))
-    return join(StridedCopies.between(pieces.message, pieces.size, memory, message))
+    return join(StridedCopies.of_sides(pieces.message, pieces.size, memory, message))
 
 
 def _bases(offer: Offer, opened: Mapping[Segment, torch.Tensor]) -> list[torch.Tensor]:

@@ -147,7 +147,7 @@ def find_traffic(
         np.concatenate(c) for c in zip(*columns, strict=True)
     )
     memory, size = in_memory(layout, regions, offset, size)
-    copies = join(StridedCopies.between(message, size, memory, Places(message, start, contiguous_strides(size))))
+    copies = join(StridedCopies.of_sides(message, size, memory, Places(message, start, contiguous_strides(size))))
     _, rounds = np.unique(np.stack([stage, number], axis=1), axis=0, return_inverse=True)
     direct = np.zeros(len(copies), dtype=bool) if staged else _direct(copies, dtype, layout, device, scatters)
     return RankMessages(peers, departs.astype(bool), stage, rounds.ravel(), dtype, nbytes, copies, direct, scatters)

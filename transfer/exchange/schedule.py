@@ -185,7 +185,7 @@ def _replication(part: RankPart, layout: RankLayout, scratch: torch.Tensor) -> t
     ops = ops.take(shape_order(ops.size))
     source, size = in_memory(layout, ops.src_region, ops.offset, ops.size)
     target, _ = in_memory(layout, ops.dst_region, ops.offset, ops.size)
-    copies = join(StridedCopies.between(np.zeros(len(ops), dtype=np.int64), size, source, target))
+    copies = join(StridedCopies.of_sides(np.zeros(len(ops), dtype=np.int64), size, source, target))
     batch, bases = CopyBatch(), layout.memory.bases
     itemsize = np.array([t.itemsize for t in bases], dtype=np.int64)[copies.base[:, 1]]
     make_copies(copies, (bases, bases), None, [batch], np.zeros(len(copies), dtype=np.int64), scratch)

@@ -16,7 +16,15 @@ from typing import TypeAlias
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
-from weightcast.transfer.boxes.columns import find_names, number_names, pad_boxes, ranges, stable_order, volumes
+from weightcast.transfer.boxes.columns import (
+    Columns,
+    find_names,
+    number_names,
+    pad_boxes,
+    ranges,
+    stable_order,
+    volumes,
+)
 from weightcast.transfer.errors import LayoutError
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_name
 from weightcast.transfer.layout.tables import RegionTable, TensorTable
@@ -55,7 +63,7 @@ class SideName:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedRegions:
+class JoinedRegions(Columns):
     """Some regions of a side: (n,) columns, `offset` and `size` (n, D). `tensor` numbers the tensors of the side."""
 
     rank: IntArray
@@ -63,13 +71,6 @@ class JoinedRegions:
     offset: IntArray
     size: IntArray
     slot: IntArray
-
-    def __len__(self) -> int:
-        return int(self.rank.shape[0])
-
-    def take(self, rows: IntArray) -> JoinedRegions:
-        """Returns the regions at `rows` (indices or a mask), in that order."""
-        return JoinedRegions(*(getattr(self, name)[rows] for name in self.__slots__))
 
     @property
     def volume(self) -> IntArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.columns import stable_order
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.tables import TensorTable
-from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, Party, RankPart, Rows, TransferPlan
+from weightcast.transfer.plan.operations import DigestRows, Kind, Party, RankPart, TransferPlan
 from weightcast.transfer.plan.stages import stages
 from weightcast.transfer.plan.verification import Verify
 
@@ -60,6 +61,14 @@ class _Index:
         return (np.diff(self._first) > 0).reshape(-1, self._inner)
 
 
+class _Numbered(NamedTuple):
+    """Tensors of a rank's part: their rows in the plan, their table, and the rank's digest rows in its numbers."""
+
+    tensor_rows: IntArray
+    tensors: TensorTable
+    digests: DigestRows
+
+
 class PlanParts:
     """All parts of a plan. The plan's rows are sorted by rank once; each part then costs only its own size.
 
@@ -68,12 +77,7 @@ class PlanParts:
     Raises PlanError for a plan that relays from one instance to another, because their ranks share no communicator.
     """
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        bucket_bytes: int = BUCKET_BYTES,
-        verify: Verify = Verify.FULL,
-    ) -> None:
+    def __init__(self, plan: TransferPlan, bucket_bytes: int = BUCKET_BYTES, verify: Verify = Verify.FULL) -> None:
         self._plan, self._bucket_bytes, self._verify = plan, bucket_bytes, verify
         o, d = plan.operations, plan.digests
         extent = len(plan.parties), max(party.world for party in plan.parties)
@@ -89,7 +93,7 @@ class PlanParts:
         self._senders = [tuple(np.flatnonzero(senders).tolist()) for senders in self._sends.filled().T]
         self._number = np.empty(len(plan.tensors), dtype=np.int64)
         self._numbering = Lock()
-        self._trainer: dict[int, tuple[IntArray, TensorTable, DigestRows]] = {}
+        self._trainer: dict[int, _Numbered] = {}
         self._tables: dict[bytes, TensorTable] = {}
 
     def trainer_ranks(self, instance: str) -> tuple[int, ...]:
@@ -105,41 +109,9 @@ class PlanParts:
         index = self._plan.number(instance)
         _check_rank(self._plan.trainer, rank)
         if rank not in self._trainer:
-            self._trainer[rank] = self._of_trainer(rank)
-        tensor_rows, tensors, digests = self._trainer[rank]
-        o, rows = self._plan.operations, self._sends.find(rank, index)
-        tensor = o.tensor[rows]
-        count = tensor.shape[0]
-        operations = Operations(
-            kind=np.full(count, Kind.SEND, dtype=np.int64),
-            tensor=self._renumber(tensor_rows, tensor),
-            src_party=np.zeros(count, dtype=np.int64),
-            src_rank=np.full(count, rank, dtype=np.int64),
-            src_region=o.src_region[rows],
-            dst_party=np.full(count, index, dtype=np.int64),
-            dst_rank=o.dst_rank[rows],
-            dst_region=o.dst_region[rows],
-            offset=_take(o.offset, rows),
-            size=_take(o.size, rows),
-        )
-        return self._part(
-            index,
-            0,
-            rank,
-            tensors,
-            operations,
-            self._plan.parties[index].dtype[tensor],
-            digests,
-            self._due(index, rows),
-        )
-
-    def _of_trainer(self, rank: int) -> tuple[IntArray, TensorTable, DigestRows]:
-        """Tensor numbers, tensors and digests of a trainer rank, which all its parts share."""
-        plan = self._plan
-        send_tensors = plan.operations.tensor[self._sends.find_all(rank)]
-        digests = _rows_of(plan.digests, self._digests.find(0, rank))
-        tensor_rows = self._used(digests.tensor, send_tensors)
-        return tensor_rows, self._own(tensor_rows), replace(digests, tensor=self._renumber(tensor_rows, digests.tensor))
+            send_tensors = self._plan.operations.tensor[self._sends.find_all(rank)]
+            self._trainer[rank] = self._numbered(0, rank, send_tensors)
+        return self._part(index, 0, rank, self._sends.find(rank, index), self._trainer[rank])
 
     def instance_part(self, instance: str, rank: int) -> RankPart:
         """Part of a rank of an instance, for the updates of that instance."""
@@ -149,19 +121,14 @@ class PlanParts:
         rows = self._arrivals.find(index, rank)
         if self._relays is not None:
             rows = np.union1d(_numbers(rows), _numbers(self._relays.find(index, rank)))
-        operations = _rows_of(plan.operations, rows)
-        digests = _rows_of(plan.digests, self._digests.find(index, rank))
-        tensor_rows = self._used(digests.tensor, operations.tensor)
-        wire_dtype = plan.parties[index].dtype[operations.tensor]
-        operations = replace(operations, tensor=self._renumber(tensor_rows, operations.tensor))
-        digests = replace(digests, tensor=self._renumber(tensor_rows, digests.tensor))
-        return self._part(
-            index, index, rank, self._own(tensor_rows), operations, wire_dtype, digests, self._due(index, rows)
-        )
+        return self._part(index, index, rank, rows, self._numbered(index, rank, plan.operations.tensor[rows]))
 
-    def _due(self, index: int, rows: IntArray | slice) -> IntArray | None:
-        """The stages of operations of an instance, if it has several."""
-        return self._stage[rows] if self._stage is not None and self._stages[index] > 1 else None
+    def _numbered(self, party: int, rank: int, tensor: IntArray) -> _Numbered:
+        """Numbers the tensors of a rank's operations and digest rows from 0 on."""
+        digests = self._plan.digests.take(self._digests.find(party, rank))
+        tensor_rows = self._used(digests.tensor, tensor)
+        digests = replace(digests, tensor=self._renumber(tensor_rows, digests.tensor))
+        return _Numbered(tensor_rows, self._own(tensor_rows), digests)
 
     def _used(self, *tensor: IntArray) -> IntArray:
         """The tensors that rows mention, ascending."""
@@ -188,32 +155,24 @@ class PlanParts:
             self._number[used] = np.arange(used.shape[0])
             return self._number[tensor]
 
-    def _part(
-        self,
-        index: int,
-        party: int,
-        rank: int,
-        tensors: TensorTable,
-        operations: Operations,
-        wire_dtype: IntArray,
-        digests: DigestRows,
-        stage: IntArray | None,
-    ) -> RankPart:
+    def _part(self, index: int, party: int, rank: int, rows: IntArray | slice, numbered: _Numbered) -> RankPart:
         plan = self._plan
+        operations, instance = plan.operations.take(rows), plan.parties[index]
+        stage = self._stage if self._stages[index] > 1 else None
         return RankPart(
-            instance=plan.parties[index].name,
+            instance=instance.name,
             instance_party=index,
             party=party,
             rank=rank,
             trainer_ranks=self._senders[index],
-            instance_ranks=plan.parties[index].world,
+            instance_ranks=instance.world,
             table_fingerprint=plan.parties[party].fingerprints[rank],
-            tensors=tensors,
-            operations=operations,
-            wire_dtype=wire_dtype,
-            digests=digests,
+            tensors=numbered.tensors,
+            operations=replace(operations, tensor=self._renumber(numbered.tensor_rows, operations.tensor)),
+            wire_dtype=instance.dtype[operations.tensor],
+            digests=numbered.digests,
             bucket_bytes=self._bucket_bytes,
-            stage=stage,
+            stage=None if stage is None else stage[rows],
             stages=int(self._stages[index]),
             verify=self._verify,
         )
@@ -245,11 +204,3 @@ def _check_rank(party: Party, rank: int) -> None:
 
 def _numbers(rows: IntArray | slice) -> IntArray:
     return np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
-
-
-def _take(column: IntArray, rows: IntArray | slice) -> IntArray:
-    return column[rows] if isinstance(rows, slice) else np.take(column, rows, axis=0)
-
-
-def _rows_of(table: Rows, rows: IntArray | slice) -> Rows:
-    return table.between(rows.start, rows.stop) if isinstance(rows, slice) else table.take(rows)

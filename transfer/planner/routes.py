@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
+from weightcast.transfer.boxes.columns import Columns
 from weightcast.transfer.plan.operations import Kind
 from weightcast.transfer.planner.assign import assign_boxes
 from weightcast.transfer.planner.holders import Sources
@@ -45,7 +46,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class Routes(Columns):
     """Sends and relays that together fill the needs, m of them, in the order of the needs, all (m,) or (m, D).
 
     `need` is the row of the needs that the box is all or a part of.
@@ -58,10 +59,6 @@ class Routes:
     src_region: IntArray
     offset: IntArray
     size: IntArray
-
-    def between(self, begin: int, end: int) -> Routes:
-        """Rows `begin` to `end` - 1, not copied."""
-        return Routes(*(getattr(self, name)[begin:end] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +150,4 @@ class _Router:
             np.concatenate([send_boxes.size, np.take(n.size, relay_items, axis=0)]),
         )
         order = np.argsort(routes.need, kind="stable")
-        return Routes(*(np.take(getattr(routes, name), order, axis=0) for name in Routes.__slots__))
+        return routes.take(order)

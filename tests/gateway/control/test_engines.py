@@ -269,8 +269,8 @@ def test_urls_of_servers(url: str) -> None:
 @pytest.mark.parametrize("kind", ["sglang", "worker"])
 @pytest.mark.parametrize("world", [0, -1])
 def test_an_instance_has_ranks(kind: Any, world: int) -> None:
-    with pytest.raises(InputError, match=f"^instance rollout-0: world_size is {world}, expected at least 1$"):
-        make_driver("rollout-0", EngineSpec(kind=kind, world_size=world, url="http://engine:30000"), 5.0)
+    with pytest.raises(InputError, match=f"^rollout-0: world_size is {world}, expected a whole number from 1"):
+        EngineSpec.given({"kind": kind, "world_size": world, "url": "http://engine:30000"}, "rollout-0")
 
 
 def test_ranks_without_an_engine_api_need_no_calls() -> None:

@@ -276,7 +276,7 @@ WRONG: dict[str, tuple[Callable[[sqlite3.Connection], object], str]] = {
     "settings negative": (_pair(settings={"offer": -1.0}), "settings.offer is -1.0, expected a positive"),
     "settings unknown": (_pair(settings={"patience": 1.0}), "settings.patience is not known"),
     "pair unknown": (_pair(colour="red"), "colour is not known"),
-    "pair without instances": (_pair(instances={}), "instances is {}: Dictionary should have at least 1 item"),
+    "pair without instances": (_pair(instances={}), "instances is {}, expected from 1 to 10000 instances by name"),
     "uid number": (_pair(uid=5), "uid is 5"),
     "no table": (_sql("drop table instances"), "no table instances"),
     "column missing": (_sql("alter table instances rename column state to status"), "no such column"),

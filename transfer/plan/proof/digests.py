@@ -17,8 +17,8 @@ from weightcast.transfer.plan.proof.tiling import (
     box_text,
     filled,
     outside,
+    refuse_rows,
     region_rows,
-    rows_at,
     same_columns,
     spans,
     tiling_fault,
@@ -31,7 +31,7 @@ def check_digests(plan: TransferPlan, pair: JoinedPair) -> None:
     """Proves the digest rows of all sides. Raises PlanError naming tensor, side, rank, region and what is wrong."""
     _check_ranges(plan)
     proofs: dict[tuple[str, ...], DigestRows] = {}
-    side_rows = [rows_at(plan.digests, rows) for rows in spans(plan.digests.party, len(pair.sides))]
+    side_rows = [plan.digests.take(rows) for rows in spans(plan.digests.party, len(pair.sides))]
     for side, rows in zip(pair.instances, side_rows[1:], strict=True):
         twin = proofs.get(side.fingerprints)
         if not (twin and same_columns(rows, twin, DigestRows.__slots__[1:])):
@@ -49,10 +49,7 @@ def _check_ranges(plan: TransferPlan) -> None:
         "size": any_column(d.size <= 0),
         "cell": d.cell < 0,
     }
-    for name, mask in faults.items():
-        if mask.any():
-            row = int(mask.argmax())
-            raise PlanError(f"digest row {row} has {name} {getattr(d, name)[row].tolist()}, which is out of range")
+    refuse_rows(d, "digest row", faults)
 
 
 class _Side:

@@ -28,8 +28,8 @@ from weightcast.transfer.plan.proof.relays import check_relays
 from weightcast.transfer.plan.proof.tiling import (
     box_text,
     outside,
+    refuse_rows,
     region_rows,
-    rows_at,
     same_columns,
     spans,
     tiling_fault,
@@ -50,7 +50,7 @@ def check_joined(plan: TransferPlan, pair: JoinedPair) -> None:
     proofs: dict[tuple[str, ...], Operations] = {}
     spans_of_parties = spans(plan.operations.dst_party, len(pair.sides))
     for index, (side, rows) in enumerate(zip(pair.instances, spans_of_parties[1:], strict=True), start=1):
-        proof = _Instance(plan, pair, index, side, rows_at(plan.operations, rows))
+        proof = _Instance(plan, pair, index, side, plan.operations.take(rows))
         # What was proved of one instance holds for all with the same tables and the same rows.
         if side.fingerprints in proofs and proof.is_like(proofs[side.fingerprints]):
             proof.check_sources()
@@ -94,10 +94,7 @@ def _check_ranges(plan: TransferPlan) -> None:
         "src_party": np.where(o.kind == Kind.SEND, o.src_party != 0, (o.src_party < 1) | (o.src_party >= parties)),
         "size": any_column(o.size <= 0),
     }
-    for name, mask in faults.items():
-        if mask.any():
-            row = int(mask.argmax())
-            raise PlanError(f"operation {row} has {name} {getattr(o, name)[row].tolist()}, which is out of range")
+    refuse_rows(o, "operation", faults)
 
 
 class _Instance:

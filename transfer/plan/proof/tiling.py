@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from weightcast.transfer.boxes.algebra import overlaps
 from weightcast.transfer.boxes.arrays import BoolArray, IntArray
 from weightcast.transfer.boxes.columns import volumes
+from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.joined import JoinedRanks
 from weightcast.transfer.plan.operations import Rows
 
@@ -17,12 +18,20 @@ __all__ = [
     "box_text",
     "filled",
     "outside",
+    "refuse_rows",
     "region_rows",
-    "rows_at",
     "same_columns",
     "spans",
     "tiling_fault",
 ]
+
+
+def refuse_rows(rows: Rows, what: str, faults: Mapping[str, BoolArray]) -> None:
+    """Raises PlanError for the first row with a fault; `faults` has a mask of the rows for each column."""
+    for name, mask in faults.items():
+        if mask.any():
+            row = int(mask.argmax())
+            raise PlanError(f"{what} {row} has {name} {getattr(rows, name)[row].tolist()}, which is out of range")
 
 
 def region_rows(side: JoinedRanks, rank: IntArray, region: IntArray) -> tuple[IntArray, BoolArray]:
@@ -80,11 +89,6 @@ def spans(party: IntArray, parties: int) -> list[IntArray | slice]:
     if (party[1:] >= party[:-1]).all():
         return [slice(*bounds) for bounds in pairwise(np.searchsorted(party, np.arange(parties + 1)).tolist())]
     return [np.flatnonzero(party == number) for number in range(parties)]
-
-
-def rows_at(table: Rows, rows: IntArray | slice) -> Rows:
-    """Some rows of a table, not copied where they are a slice."""
-    return table.between(rows.start, rows.stop) if isinstance(rows, slice) else table.take(rows)
 
 
 def same_columns(left: Rows, right: Rows, names: Iterable[str]) -> bool:
