@@ -19,7 +19,7 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.dtypes import ITEMSIZE, NAMES
 from weightcast.transfer.wire.frames import FrameReader, FrameWriter
 
-__all__ = ["MAX_OFFER_BYTES", "Offer", "Share", "decode_offer", "encode_offer", "generation_of"]
+__all__ = ["MAX_OFFER_BYTES", "Offer", "Share", "decode_offer", "encode_offer", "fingerprint_of"]
 
 
 MAX_OFFER_BYTES = 64 << 20
@@ -65,7 +65,7 @@ class Offer:
             )
 
 
-def generation_of(frame: bytes) -> int:
+def fingerprint_of(frame: bytes) -> int:
     """A number that stands for the contents of an offer: another memory, another number."""
     return int.from_bytes(hashlib.blake2b(frame, digest_size=8).digest(), "little", signed=True)
 

@@ -75,8 +75,8 @@ def here(device: torch.device) -> PeerPlace:
 class Neighbours:
     """The peers of a rank, by group rank, with which it shares memory, and what they know of one another so far.
 
-    `staged` says that this sender exports a staging buffer instead of its weights. `told` is the generation of the
-    offer that each importer has; `offers` the generation and offer of each sender, `opened` the segments of all.
+    `staged` says that this sender exports a staging buffer instead of its weights. `told` is the fingerprint of the
+    offer that each importer has; `offers` the fingerprint and offer of each sender, `opened` the segments of all.
     """
 
     peers: frozenset[int] = frozenset()

@@ -1,9 +1,9 @@
 """Boxes that do not travel: a rank of an instance reads them where a trainer rank of its host has them.
 
-    exporter -> importer   generation of its offer, bytes of the offer (0 where the importer has it), then those bytes
+    exporter -> importer   fingerprint of its offer, bytes of the offer (0 where the importer has it), then those bytes
     (staged only)          exporter -> importer   number of a round, when it is packed
                            importer -> exporter   the same, when unpacked; its part of the buffer may be filled again
-    importer -> exporter   the generation again, when everything was read
+    importer -> exporter   the fingerprint again, when everything was read
     exporter -> importer   1 when its memory lay still in the meantime, 0 when it moved
 
 Only these go over the communicator, in this order for every such pair. So nobody reads before the exporter has said
@@ -24,7 +24,7 @@ import torch
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.colocated.exporter import Staging, in_place_offer, make_staging, open_segment
 from weightcast.transfer.colocated.importer import ImportedBoxes
-from weightcast.transfer.colocated.offers import MAX_OFFER_BYTES, decode_offer, encode_offer, generation_of
+from weightcast.transfer.colocated.offers import MAX_OFFER_BYTES, decode_offer, encode_offer, fingerprint_of
 from weightcast.transfer.colocated.peers import Neighbours, device_of, settle
 from weightcast.transfer.copy.batch import CopyBatch
 from weightcast.transfer.deadline import Deadline
@@ -123,7 +123,7 @@ class Exporter(_End):
         else:
             offers = {peer: in_place_offer(part, layout, rows) for peer, rows in self._rows.items()}
         frames = {peer: encode_offer(offer) for peer, offer in offers.items()}
-        self._frames = {peer: (generation_of(frame), frame) for peer, frame in frames.items()}
+        self._frames = {peer: (fingerprint_of(frame), frame) for peer, frame in frames.items()}
 
     @property
     def staging_bytes(self) -> int:
@@ -132,15 +132,15 @@ class Exporter(_End):
 
     def begin(self, deadline: Deadline) -> None:
         """Tells every importer from where it may read; with staging, packs for them until they have all."""
-        generations = self._neighbours.told
+        fingerprints = self._neighbours.told
         settle(self._device)
         exchanges: list[Exchange] = []
-        for peer, (generation, frame) in self._frames.items():
-            news = b"" if generations.get(peer) == generation else frame
-            exchanges += self._tell([peer], generation, len(news))
+        for peer, (fingerprint, frame) in self._frames.items():
+            news = b"" if fingerprints.get(peer) == fingerprint else frame
+            exchanges += self._tell([peer], fingerprint, len(news))
             if news:
                 exchanges.append(self._send(peer, news))
-            generations[peer] = generation
+            fingerprints[peer] = fingerprint
         if self._staging is not None:
             exchanges += self._pack(self._staging.rounds, deadline)
         _wait(exchanges, deadline)
@@ -159,8 +159,8 @@ class Exporter(_End):
 
     def finish(self, deadline: Deadline) -> None:
         """Waits until everybody has read. Raises StalePlanError when the memory moved meanwhile."""
-        for peer, (generation,) in self._hear(self._frames, 1, deadline):
-            if generation != self._frames[peer][0]:
+        for peer, (fingerprint,) in self._hear(self._frames, 1, deadline):
+            if fingerprint != self._frames[peer][0]:
                 raise TransferError(f"{self._labels[peer]} read another offer than it was made; connect again")
         moved_bases = self._layout.memory.moved() if self._frames else []
         _wait(self._tell(self._frames, _MOVED if moved_bases else _STILL), deadline)
@@ -191,16 +191,16 @@ class Importer(_End):
 
     def begin(self, deadline: Deadline) -> None:
         """Waits for the word of every exporter and reads. Raises TransferError, PlanError, WireError."""
-        generations: dict[int, int] = {}
-        for peer, (generation, nbytes) in self._hear(self._rows, 2, deadline):
-            generations[peer] = generation
-            self._learn(peer, generation, nbytes, deadline)
+        fingerprints: dict[int, int] = {}
+        for peer, (fingerprint, nbytes) in self._hear(self._rows, 2, deadline):
+            fingerprints[peer] = fingerprint
+            self._learn(peer, fingerprint, nbytes, deadline)
             for batch in self._batches[peer]:
                 batch.run()
         exchanges = self._unpack(deadline)
         settle(self._device)
         _wait(exchanges, deadline)
-        self._read = generations
+        self._read = fingerprints
 
     def _unpack(self, deadline: Deadline) -> list[Exchange]:
         """Empties the buffers of the exporters that have one, round by round."""
@@ -217,27 +217,27 @@ class Importer(_End):
     def finish(self, deadline: Deadline) -> None:
         """Waits until every exporter has said that its memory lay still. Raises StalePlanError when one moved."""
         # Not earlier: an exporter takes this word when its messages are through, and NCCL keeps the order of posts.
-        exchanges = [exchange for peer, generation in self._read.items() for exchange in self._tell([peer], generation)]
+        exchanges = [exchange for peer, offer in self._read.items() for exchange in self._tell([peer], offer)]
         for peer, (word,) in self._hear(self._rows, 1, deadline):
             if word != _STILL:
                 raise StalePlanError(f"{self._labels[peer]}: its memory was moved or freed while it was read")
         _wait(exchanges, deadline)
 
-    def _learn(self, peer: int, generation: int, nbytes: int, deadline: Deadline) -> None:
+    def _learn(self, peer: int, fingerprint: int, nbytes: int, deadline: Deadline) -> None:
         """Takes a new offer of an exporter, opens its segments, and prepares the copies."""
         if nbytes:
-            self._take(peer, generation, nbytes, deadline)
+            self._take(peer, fingerprint, nbytes, deadline)
         entry = self._neighbours.offers.get(peer)
-        if entry is None or entry[0] != generation:
+        if entry is None or entry[0] != fingerprint:
             raise TransferError(f"{self._labels[peer]} speaks of memory that this rank has not opened; connect again")
-        if self._known.get(peer) == generation:
+        if self._known.get(peer) == fingerprint:
             return
         offer, rows = entry[1], self._rows[peer]
         batches = self._reading.prepare(rows, offer, self._neighbours.opened, self._labels[peer])
         self._batches[peer], self._rounds[peer] = ([], batches) if offer.staged else (batches, [])
-        self._known[peer] = generation
+        self._known[peer] = fingerprint
 
-    def _take(self, peer: int, generation: int, nbytes: int, deadline: Deadline) -> None:
+    def _take(self, peer: int, fingerprint: int, nbytes: int, deadline: Deadline) -> None:
         if not 0 < nbytes <= MAX_OFFER_BYTES:
             raise TransferError(
                 f"{self._labels[peer]} announces an offer of {nbytes} bytes, expected at most {MAX_OFFER_BYTES}"
@@ -245,13 +245,13 @@ class Importer(_End):
         frame = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
         self._group.post([], [(peer, frame)]).wait(deadline)
         payload = frame.cpu().numpy().tobytes()
-        if generation_of(payload) != generation:
+        if fingerprint_of(payload) != fingerprint:
             raise TransferError(f"{self._labels[peer]} sent another offer than it announced; connect again")
         offers, views = self._neighbours.offers, self._neighbours.opened
         # Copies of the old offer keep its memory mapped, so they go first.
         self._batches.pop(peer, None)
         self._rounds.pop(peer, None)
-        offers[peer] = (generation, decode_offer(payload))
+        offers[peer] = (fingerprint, decode_offer(payload))
         segments = {segment for _, offer in offers.values() for segment in offer.segments}
         for segment in views.keys() - segments:
             del views[segment]

@@ -24,7 +24,7 @@ from weightcast.transfer.copy.runs import memory_at
 from weightcast.transfer.digest.boxes import Boxes
 from weightcast.transfer.digest.constants import HALF_BITS, LINE_BYTES, constants
 from weightcast.transfer.digest.residues import add_runs
-from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_code, from_torch
+from weightcast.transfer.layout.dtypes import ITEMSIZE, NAMES, dtype_code, from_torch
 from weightcast.transfer.layout.memory import RankLayout
 
 __all__ = ["Scan", "scannable"]
@@ -36,6 +36,7 @@ _CAST, _FLOAT8 = 0, 8
 _WORDS = {1: "|i1", 2: "<i2", 4: "<i4", _CAST: "<u4", _FLOAT8: "|u1"}
 """numpy types of words for `cpu_loops`, by the size of the words. _CAST is for float32 to be rounded to bfloat16, and
 _FLOAT8 for words of 8 bits that may not be finite."""
+_FLOATS8 = [code for code, name in enumerate(NAMES) if name.startswith("float8")]
 _FARTHEST = 1 << 20
 """Constants are kept for indices below this; torch digests boxes that reach farther."""
 _COLUMNS = LINE_BYTES // 2
@@ -79,7 +80,7 @@ def _word_codes(boxes: Boxes) -> IntArray:
     codes = np.where(
         (memory_dtype == boxes.dtype) & np.isin(ITEMSIZE[memory_dtype], _SIZES), ITEMSIZE[memory_dtype], -1
     )
-    codes[(codes == 1) & (memory_dtype < dtype_code("uint8"))] = _FLOAT8
+    codes[(codes == 1) & np.isin(memory_dtype, _FLOATS8)] = _FLOAT8
     codes[(memory_dtype == dtype_code("float32")) & (boxes.dtype == dtype_code("bfloat16"))] = _CAST
     codes[~on_cpu] = -1
     return codes

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightcast.transfer.colocated.offers import Offer, decode_offer, encode_offer, generation_of
+from weightcast.transfer.colocated.offers import Offer, decode_offer, encode_offer, fingerprint_of
 from weightcast.transfer.colocated.segment import CPU, Segment
 from weightcast.transfer.errors import PlanError, WireError
 from weightcast.transfer.layout.dtypes import dtype_code
@@ -43,11 +43,11 @@ def same(one: Offer, other: Offer) -> bool:
     return equal and (one.staged, one.segments) == (other.staged, other.segments)
 
 
-def test_an_offer_survives_the_wire_and_its_generation_is_of_its_contents() -> None:
+def test_an_offer_survives_the_wire_and_its_fingerprint_is_of_its_contents() -> None:
     frame = encode_offer(offer())
     assert same(decode_offer(frame), offer())
-    assert generation_of(frame) == generation_of(encode_offer(offer()))
-    assert generation_of(frame) != generation_of(encode_offer(offer(segments=(Segment(CPU, 4096, b"abd"),) * 2)))
+    assert fingerprint_of(frame) == fingerprint_of(encode_offer(offer()))
+    assert fingerprint_of(frame) != fingerprint_of(encode_offer(offer(segments=(Segment(CPU, 4096, b"abd"),) * 2)))
 
 
 def test_boxes_inside_are_let_through() -> None:
