@@ -47,6 +47,7 @@ cluster: setup
 
 check: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	cd $(VENV)/src && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 	$(BIN)/lint-imports
 

@@ -6,6 +6,7 @@ They are plain classes: `spawn` makes actors of them. Ray is imported when it is
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,6 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,20 @@ class RankPlace:
     rendezvous: str
 
 
+class _Mail:
+    """Messages to a body and from it. Several callers of the actor may ask at once."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.said: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def send(self, what: object) -> None:
+        self.said.put(what)
+
+    def recv(self) -> object:
+        return self.told.get()
+
+
 class RankActor(_OnNode):
     """One rank: runs a function of a module in a thread, and carries messages from it and to it.
 
@@ -227,23 +241,22 @@ class RankActor(_OnNode):
     def __init__(self, environment: dict[str, str], kept: object = None) -> None:
         os.environ.update(environment)
         self._kept = kept
-        self._pipe, self._body_pipe = Pipe()  # both ends stay open, whether a body runs or not
+        self._mail = _Mail()
         self._thread: threading.Thread | None = None
 
     def begin(self, function: str, *arguments: object) -> None:
-        """Runs `module:name` with the arguments and a Connection, and returns at once."""
+        """Runs `module:name` with the arguments and something with `send` and `recv`, and returns at once."""
         body = import_function(function)
-        self._pipe, self._body_pipe = Pipe()
-        pipe = self._body_pipe
+        mail = self._mail = _Mail()
 
         def run() -> None:
             try:
-                body(*arguments, pipe)
+                body(*arguments, mail)
             except BaseException as error:
                 if isinstance(error, WeightcastError):
-                    pipe.send(error)
+                    mail.send(error)
                 elif not isinstance(error, SystemExit):  # who leaves so has said why
-                    pipe.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
+                    mail.send(EngineError(f"{function}: {type(error).__name__} {' '.join(str(error).split())}"))
 
         self._thread = threading.Thread(target=run, name=function, daemon=True)
         self._thread.start()
@@ -258,11 +271,13 @@ class RankActor(_OnNode):
 
     def tell(self, what: object) -> None:
         """Gives the body something to receive."""
-        self._pipe.send(what)
+        self._mail.told.put(what)
 
     def hear(self, seconds: float) -> tuple[bool, object]:
         """The next message of the body, as (True, message); (False, None) if there was none within the time."""
-        return (True, self._pipe.recv()) if self._pipe.poll(seconds) else (False, None)
+        with suppress(queue.Empty):
+            return True, self._mail.said.get(timeout=seconds)
+        return False, None
 
     def finish(self, seconds: float) -> bool:
         """True if the body came to its end within the time."""

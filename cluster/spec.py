@@ -133,6 +133,6 @@ def read_spec(path: Path) -> ClusterSpec:
     """Reads a cluster file. Raises InputError that names the file, the key, what was expected and what was found."""
     try:
         document = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from None
     return ClusterSpec.given(document, str(path))

@@ -28,9 +28,7 @@ class ServerConfig(Record):
     `placement` is the physical-to-logical row of every layer, empty for the engine's own.
     """
 
-    name: Annotated[
-        str, Field(pattern="^[A-Za-z0-9_-]{1,40}$", description="at most 40 letters, digits, '_' and '-'")
-    ]
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,40}$", description="at most 40 letters, digits, '_' and '-'")]
     tp: Ranks = 1
     ep: Ranks = 1
     pp: Ranks = 1

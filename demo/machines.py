@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -113,14 +113,14 @@ class _RankProcess:
         self._pipe.send(message)
 
     def hear(self, seconds: float) -> object:
-        runs, message = self._process.is_alive(), None
-        with suppress(EOFError, OSError):
+        try:
             message = self._pipe.recv() if self._pipe.poll(seconds) else None
+        except (EOFError, OSError):
+            self._process.join(5.0)
+            status = self._process.exitcode
+            raise EngineError(f"trainer rank {self._rank} ended without a word, with status {status}") from None
         if isinstance(message, Exception):
             raise message
-        if message is None and not runs:
-            status = self._process.exitcode
-            raise EngineError(f"trainer rank {self._rank} ended without a word, with status {status}")
         return message
 
 

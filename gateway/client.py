@@ -99,13 +99,7 @@ class GatewayClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        token: str | None = None,
-        *,
-        timeout: float = 60.0,
-        outage: float = 0.0,
-        identity: str = "",
+        self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0, identity: str = ""
     ) -> None:
         token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
         if not token:

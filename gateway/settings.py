@@ -22,9 +22,7 @@ def _whole(value: object) -> object:
 
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False, description="a positive number of seconds")]
 Count = Annotated[
-    int,
-    Field(strict=True, ge=0, le=_MOST, description=f"a whole number from 0 to {_MOST}"),
-    BeforeValidator(_whole),
+    int, Field(strict=True, ge=0, le=_MOST, description=f"a whole number from 0 to {_MOST}"), BeforeValidator(_whole)
 ]
 
 

@@ -68,14 +68,10 @@ class Simulation:
 
 
 def simulate(
-    plan: TransferPlan,
-    trainer: Ranks,
-    instances: Mapping[str, Ranks],
-    hosts: Hosts,
-    topology: Topology,
+    plan: TransferPlan, trainer: Ranks, instances: Mapping[str, Ranks], hosts: Hosts, topology: Topology
 ) -> Simulation:
-    """Plays a plan for these tables on a topology."""
-    o = plan.operations
+    """Plays a plan for these tables on a topology. Raises LayoutError for speeds that no link has."""
+    o, topology = plan.operations, Topology.given(topology)
     source, target = hosts.number(o.src_party, o.src_rank), hosts.number(o.dst_party, o.dst_rank)
     loads = link_bytes(hosts, source, target, plan.nbytes)
     seconds = link_seconds(topology, hosts, loads)
@@ -101,9 +97,7 @@ def _rank_hops(plan: TransferPlan, hosts: Hosts, target: IntArray) -> IntArray:
     return counts
 
 
-def _bounds(
-    plan: TransferPlan, target: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology
-) -> list[Bound]:
+def _bounds(plan: TransferPlan, target: IntArray, pair: JoinedPair, hosts: Hosts, topology: Topology) -> list[Bound]:
     """Lower bounds for plans whose bytes are in the dtype of their destination, with relays, cuts and copies at will.
 
     Each operation writes to the rank `target`. Every rank of an instance receives each byte that it needs

@@ -27,7 +27,7 @@ class Record:
     """
 
     __slots__ = ()
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", revalidate_instances="always")
     refusal: ClassVar[type[InputError]] = InputError
 
     @classmethod
@@ -39,6 +39,8 @@ class Record:
     @classmethod
     def given(cls, document: object, where: str = "") -> Self:
         """Reads a record from JSON, as bytes or text, or from the values of a document that is decoded already.
+
+        A record that was made in code is checked in the same way.
 
         Raises `refusal` in one line that begins with `where` and names the key, the value and what was expected.
         """
@@ -96,7 +98,12 @@ def _resolved(part: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(value: object) -> str:
     # Python refuses to write out integers of thousands of digits, which TOML can have in hexadecimal.
-    return f"of {value.bit_length()} bits" if isinstance(value, int) and value.bit_length() > 256 else f"{value!r:.80}"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"of {value.bit_length()} bits"
+    try:
+        return f"{value!r:.80}"
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that is too large to show"
 
 
 def unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

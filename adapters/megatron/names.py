@@ -85,9 +85,7 @@ _MLP: Table = {
 }
 _EXPERTS: Table = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_EXPERTS: Table = _experts("block_sparse_moe", "w1", "w3", "w2")
-_BIASED_ROUTER: Table = {
-    "mlp.router.expert_bias": Rule("mlp.gate.e_score_correction_bias"),
-}
+_BIASED_ROUTER: Table = {"mlp.router.expert_bias": Rule("mlp.gate.e_score_correction_bias")}
 _SHARED_EXPERTS: Table = {
     "mlp.shared_experts.linear_fc1.weight": _gate_up("mlp.shared_experts.{part}.weight"),
     "mlp.shared_experts.linear_fc2.weight": Rule("mlp.shared_experts.down_proj.weight"),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from weightcast.adapters.tracing.derived import Refresh
     from weightcast.adapters.tracing.snapshot import Binding, Snapshot
 
-__all__ = ["SglangSink", "refuse_guarded"]
+__all__ = ["SglangSink", "live_tensors", "refuse_guarded"]
 
 _TRUE = ("1", "true")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -123,7 +123,7 @@ class SglangSink:
         layers = find_layers(self._model)
         placement = read_placement(layers)
         self._check_methods()
-        tensors = dict(_tensors(self._model))
+        tensors = dict(live_tensors(self._model))
         required = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         trace, refresh = self._trace(tensors, required)
         builder, padding = LayoutBuilder(), 0
@@ -294,11 +294,14 @@ def _end_session(model: torch.nn.Module) -> None:
     DefaultModelLoader.postprocess_weights(model, device)
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def live_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, then persistent buffers, by name, without those that lie inside an earlier one (tied weights)."""
+    import torch
+
     spans_by_storage: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     for name, tensor in checkpoint_tensors(model):
-        t = tensor.data
+        # A buffer is the object itself, so that the trace sees a loader that gives it other memory.
+        t = tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor
         if t.numel() == 0:
             continue
         if t.is_meta:

@@ -206,9 +206,7 @@ def _template(parameter: ExpertParameter, slots: Mapping[int, set[_Piece]]) -> l
     return sorted(layout)
 
 
-def _routed(
-    parameter: ExpertParameter, template: Iterable[_Piece], row: int, expert: int, slot: int
-) -> Iterator[Held]:
+def _routed(parameter: ExpertParameter, template: Iterable[_Piece], row: int, expert: int, slot: int) -> Iterator[Held]:
     """The template at one row of the parameter, for one logical expert."""
     for piece in template:
         name = f"{piece.before}{expert}{piece.after}" if piece.after else piece.before

@@ -31,18 +31,24 @@ log = logging.getLogger("weightcast.gateway")
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
     """Connects every instance to a generation of the trainer. Failures stay with their instance.
 
-    Each is released as soon as it is connected. If the trainer has started anew before this connect's turn, nothing is
-    done: another connect follows.
+    Each is released as soon as it is connected, or leaves. If the trainer has started anew before this connect's turn,
+    nothing is done: another connect follows.
     """
     step = Step(generation)
-    instances = await pair.hold(step, pair.present)
+    instances = await pair.hold(step)
+    if not instances:
+        return
     try:
         try:
             await merge_trainer_reports(pair)
+            if generation != pair.generation:  # what told the instances so is forgotten by a connect
+                raise PairStateError(f"pair {pair.spec.name}: the trainer started anew before its instances connected")
         except Exception as error:  # whatever it is, the ranks have to be told
             for instance in instances:
                 _connect_failed(pair, instance, as_weightcast_error(error))
         else:
+            pair.release(step, [instance for instance in instances if not instance.present])
+            instances = [instance for instance in instances if instance.present]
             await connect_instances(pair, instances, gateway_host, gateway_port, lambda i: pair.release(step, [i]))
     finally:
         pair.release(step, instances)

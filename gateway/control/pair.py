@@ -69,6 +69,7 @@ class Pair(Party):
         updated: Updated = lambda pair, instance, record: None,
         processes: Iterable[Standing] = (),
     ) -> None:
+        spec = PairSpec.given(spec, f"pair {spec.name}")
         super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence, KEPT_ORDERS)
         for name in (spec.name, *spec.instances):
             check_name(name)
@@ -117,19 +118,25 @@ class Pair(Party):
                 "was under way is over, offer anew"
             )
 
-    async def hold(self, step: Step, instances: Sequence[Instance], deadline: Deadline | None = None) -> list[Instance]:
+    async def hold(
+        self, step: Step, group: Sequence[Instance] | None = None, deadline: Deadline | None = None
+    ) -> list[Instance]:
         """Takes instances for a step as soon as all of them are free. Returns those that have not left meanwhile.
 
-        A step that waits for an instance holds none, so no two steps wait for each other. Nothing is held for a
-        trainer that has started anew. Raises what `check_wanted` does for an update, DeadlineError naming instances.
+        Without a `group` they are those of the pair, also those that join while it waits. A step that waits for an
+        instance holds none, so no two steps wait for each other. Nothing is held for a trainer that has started anew.
+        Raises what `check_wanted` does for an update, DeadlineError naming instances.
         """
+
+        def instances() -> Sequence[Instance]:
+            return self.present if group is None else group
 
         def ready() -> bool:
             unwanted = step.version is not None and (self.conflict is not None or bool(self.silent))
-            return unwanted or step.generation != self.generation or all(i.step is None for i in instances)
+            return unwanted or step.generation != self.generation or all(i.step is None for i in instances())
 
         if not await self.poll(ready, math.inf if deadline is None else deadline.left):
-            names = ", ".join(i.name for i in instances if i.step is not None)
+            names = ", ".join(i.name for i in instances() if i.step is not None)
             seconds = 0.0 if deadline is None else deadline.seconds
             raise DeadlineError(
                 f"pair {self.spec.name}: still being connected {seconds:g} s after the first offer: {names}"
@@ -138,7 +145,7 @@ class Pair(Party):
             self.check_wanted()
         if step.generation != self.generation:
             return []
-        members = [instance for instance in instances if instance.present]
+        members = [instance for instance in instances() if instance.present]
         for instance in members:
             instance.step, instance.deadline = step, deadline
         return members

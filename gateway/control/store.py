@@ -274,8 +274,9 @@ def _plain(spec: EngineSpec) -> dict[str, object]:
 
 def _saving(instance: SavedInstance) -> _Statement:
     state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
-    values = (instance.pair, instance.name, json.dumps(state))
-    return "insert or replace into instances values (?, ?, ?)", values
+    values = (instance.pair, instance.name, json.dumps(state), instance.pair)
+    # A pair that was deleted meanwhile stays forgotten.
+    return ("insert or replace into instances select ?, ?, ? where exists (select 1 from pairs where name = ?)", values)
 
 
 def _saving_process(pair: str, standing: Standing) -> _Statement:

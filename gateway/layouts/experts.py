@@ -72,11 +72,7 @@ def _difference(side: SideName, first: int, other: ExpertPlacement, rank: int, m
 
 
 def check_slots(
-    side: SideName,
-    reports: Sequence[RankReport],
-    placement: ExpertPlacement,
-    joined: JoinedRanks,
-    parsed: ParsedNames,
+    side: SideName, reports: Sequence[RankReport], placement: ExpertPlacement, joined: JoinedRanks, parsed: ParsedNames
 ) -> None:
     """Checks that each routed slot of each expert layer is held whole, and by the expert of the placement.
 
@@ -114,11 +110,7 @@ class _SlotRows:
 
 
 def _routed_rows(
-    side: SideName,
-    reports: Sequence[RankReport],
-    placement: ExpertPlacement,
-    joined: JoinedRanks,
-    parsed: ParsedNames,
+    side: SideName, reports: Sequence[RankReport], placement: ExpertPlacement, joined: JoinedRanks, parsed: ParsedNames
 ) -> _SlotRows:
     tensors, regions = joined.tensors, joined.regions
     placements = [report.placement for report in reports]

@@ -120,11 +120,7 @@ class SharedDigests:
         self._digests.prepare(part, layout)
 
     def begin(
-        self,
-        parts: Sequence[RankPart],
-        layout: RankLayout,
-        version: int,
-        labels: Mapping[str, object] | None = None,
+        self, parts: Sequence[RankPart], layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
     ) -> None:
         """Starts the first pass for all parts of an update, and forgets the update before: memory may have changed.
 

@@ -157,13 +157,7 @@ def join(
         store = connect_store(host, port, deadline)
     name = f"{seat.pair}/{seat.instance}/{seat.epoch}"
     group = join_group(
-        store,
-        rank=part.group_rank,
-        labels=labels,
-        name=name,
-        deadline=deadline,
-        backend=backend,
-        address=address,
+        store, rank=part.group_rank, labels=labels, name=name, deadline=deadline, backend=backend, address=address
     )
     joining.group = group
     member = Member(part, None, group)

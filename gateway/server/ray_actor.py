@@ -22,12 +22,7 @@ from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.ray_address import _START, NAME, NAMESPACE, find_actor
 from weightcast.transfer.errors import ControlError
 
-__all__ = [
-    "WORKER_VARIABLE",
-    "start_gateway",
-    "stop_gateway",
-    "worker_token",
-]
+__all__ = ["WORKER_VARIABLE", "start_gateway", "stop_gateway", "worker_token"]
 
 WORKER_VARIABLE = "WEIGHTCAST_WORKER_TOKEN"
 """Environment variable with the token for ranks."""

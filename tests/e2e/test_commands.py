@@ -213,13 +213,7 @@ def test_inspect(gateway: str, say: Callable[..., Said]) -> None:
     assert (status, err) == (0, "")
     table = json.loads(out)
     assert (table["instance"], table["complete"], len(table["ranks"])) == ("rollout-0", True, 2)
-    assert table["slots"] == {
-        "layers": 2,
-        "logical_experts": 4,
-        "physical_slots": 6,
-        "ep_size": 2,
-        "replicated": 4,
-    }
+    assert table["slots"] == {"layers": 2, "logical_experts": 4, "physical_slots": 6, "ep_size": 2, "replicated": 4}
     assert table["same_rank_pairs"] == [{"layer": i, "expert": 3, "rank": 1, "slots": [0, 1]} for i in range(2)]
     assert table["dispatch"] == {"ranks": 2, "entries": 24, "shared": True}
 

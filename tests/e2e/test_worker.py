@@ -213,10 +213,7 @@ def test_client_raises_what_the_gateway_says(gateway: str) -> None:
         client.pair_status("nope")
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [(b"", 400), (b"\x00" * 100, 400), (b"\x81\xa1x" * 50, 400)],
-)
+@pytest.mark.parametrize(("body", "status"), [(b"", 400), (b"\x00" * 100, 400), (b"\x81\xa1x" * 50, 400)])
 def test_reports_that_are_none_are_refused_in_one_line(gateway: str, body: bytes, status: int) -> None:
     with GatewayClient(gateway) as client:
         client.create_pair("junk", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})

@@ -113,11 +113,7 @@ def test_a_bundle_is_read(encode):
         ),
         ("instances/a/ranks/0/0/tensor", {}, "the bundle: instances.a.ranks.0.0.tensor is {}, expected text"),
         ("instances/a/ranks/0/1/offset", ..., "the bundle: instances.a.ranks.0.1.offset is missing"),
-        (
-            "instances/a/ranks/0/1/size",
-            None,
-            "the bundle: instances.a.ranks.0.1.size is None, expected a list",
-        ),
+        ("instances/a/ranks/0/1/size", None, "the bundle: instances.a.ranks.0.1.size is None, expected a list"),
         ("instances/a/ranks/0/1/size", [4, False], "0.1.size.1 is False, expected a whole number"),
         (
             "instances/a/ranks/0/1/size",

@@ -257,14 +257,7 @@ def make_pair(
     *instances: str, commit: CommitPolicy = "each", **settings: float
 ) -> tuple[Pair, dict[str, Engine], list[Trainer]]:
     """A pair of two trainer ranks and instances of two ranks, the first of which holds the tensor twice."""
-    seconds: dict[str, Any] = {
-        "register": 2.0,
-        "join": 2.0,
-        "prepare": 2.0,
-        "transfer": 2.0,
-        "verify": 2.0,
-        **settings,
-    }
+    seconds: dict[str, Any] = {"register": 2.0, "join": 2.0, "prepare": 2.0, "transfer": 2.0, "verify": 2.0, **settings}
     specs = {name: EngineSpec(kind="worker", world_size=2) for name in instances}
     spec = PairSpec("main", trainer_world=2, instances=specs, settings=Settings(**seconds), commit=commit)
     pair = Pair(spec)

@@ -85,11 +85,7 @@ GEMMA4: Config = {
     "num_global_key_value_heads": 2,
 }
 STEP_PARTS = ("self", "input", "post", "share", "moe.gate", "moe.router")
-INTERVAL: Config = {
-    "full_attention_interval": 4,
-    "linear_num_key_heads_cpu": 2,
-    "linear_num_value_heads_cpu": 4,
-}
+INTERVAL: Config = {"full_attention_interval": 4, "linear_num_key_heads_cpu": 2, "linear_num_value_heads_cpu": 4}
 
 
 Alter = Callable[[torch.nn.Module], None]

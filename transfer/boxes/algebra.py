@@ -28,8 +28,7 @@ CELL_LIMIT = 1 << 23
 _SPLIT_ROUNDS = 64
 
 
-Columns: TypeAlias = tuple[IntArray, IntArray, IntArray]
-Boxes: TypeAlias = Columns
+Boxes: TypeAlias = tuple[IntArray, IntArray, IntArray]
 """Key, offset and size of boxes."""
 Pairs: TypeAlias = tuple[IntArray, IntArray, IntArray, IntArray]
 """Pairs of boxes: left row, right row, and offset and size of the box that the two share."""
@@ -59,8 +58,7 @@ class Cells:
 
 
 def intersect(left: Boxes, right: Boxes) -> Pairs:
-    """Pairs of a left and a right box that share an element, ordered by right row, then left row.
-    """
+    """Pairs of a left and a right box that share an element, ordered by right row, then left row."""
     left_key, right_key = left[0], right[0]
     keys = 1 + max(int(left_key.max(initial=-1)), int(right_key.max(initial=-1)))
     count = np.bincount(left_key, minlength=keys)
@@ -126,7 +124,7 @@ def _join(left: Boxes, right: Boxes, a: IntArray, b: IntArray) -> Iterator[Pairs
         yield _meet(left, right, a[rows], np.repeat(b[part], best[part]))
 
 
-def _candidates(left: Columns, right: Columns) -> Columns:
+def _candidates(left: Boxes, right: Boxes) -> Boxes:
     """Interval join of (key, low, high) columns, keys dense: an order of left rows, and two positions per right row.
 
     All left rows whose interval meets that of the right row lie in the order between them: first, and last + 1.

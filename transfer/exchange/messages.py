@@ -23,14 +23,7 @@ from weightcast.transfer.boxes.slices import shape_order, split_boxes
 from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.dtypes import ITEMSIZE
 
-__all__ = [
-    "IN_FLIGHT",
-    "LARGE_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "Messages",
-    "cut_messages",
-    "message_limit",
-]
+__all__ = ["IN_FLIGHT", "LARGE_BYTES", "MAX_MESSAGE_BYTES", "Messages", "cut_messages", "message_limit"]
 
 LARGE_BYTES = 1 << 18
 """A piece of at least so many bytes is a message of its own, unless the transport scatters."""

@@ -27,15 +27,7 @@ from weightcast.transfer.layout.tensor_names import ParsedNames, parse_names
 if TYPE_CHECKING:
     from weightcast.transfer.layout.placement import RankPlacement
 
-__all__ = [
-    "NO_SLOT",
-    "LayoutNotes",
-    "RankReport",
-    "Region",
-    "RegionTable",
-    "TensorSpec",
-    "TensorTable",
-]
+__all__ = ["NO_SLOT", "LayoutNotes", "RankReport", "Region", "RegionTable", "TensorSpec", "TensorTable"]
 
 NO_SLOT = -1
 """Value of the slot column for a region that belongs to no expert slot."""

@@ -31,7 +31,7 @@ def hops(plan: TransferPlan) -> IntArray:
     if not relays.size:
         return depth
     regions = int(max(o.dst_region.max(), o.src_region.max())) + 1
-    ranks = max(party.world for party in plan.parties)
+    ranks = max(party.world for party in plan.instances)
     target_region = (o.dst_party * ranks + o.dst_rank) * regions + o.dst_region
     source_region = (o.src_party * ranks + o.src_rank) * regions + o.src_region
     writers = np.flatnonzero(np.isin(target_region, source_region[relays]) & (o.kind != Kind.COPY))

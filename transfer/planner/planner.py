@@ -58,7 +58,7 @@ def plan_transfer(
     if hosts is not None:
         hosts.require([side.world for side in pair.sides])
     if topology is not None:
-        topology = Topology.given(topology.document)  # one that was made in code is checked here
+        topology = Topology.given(topology)  # one that was made in code is checked here
     label = _Label(pair)
     sources = find_sources(pair.trainer, label)
     # Equal instances are looked at once.

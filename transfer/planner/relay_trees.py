@@ -34,12 +34,7 @@ class RelayGroups:
     """
 
     def __init__(
-        self,
-        key: list[IntArray],
-        rank: IntArray,
-        host: IntArray,
-        weight: IntArray,
-        near: npt.NDArray[np.bool_],
+        self, key: list[IntArray], rank: IntArray, host: IntArray, weight: IntArray, near: npt.NDArray[np.bool_]
     ) -> None:
         self._rank, self._host, self._weight, self._near = rank, host, weight, near
         order, begins = lex_sort(key)

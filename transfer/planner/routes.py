@@ -73,13 +73,7 @@ class Machine:
     copied: IntArray
 
 
-def route(
-    sources: Sources,
-    reach: Reach,
-    needs: Needs,
-    world: int,
-    machine: Machine | None = None,
-) -> Routes:
+def route(sources: Sources, reach: Reach, needs: Needs, world: int, machine: Machine | None = None) -> Routes:
     """Chooses among the holders in reach, and relays where they are faster. `world` counts trainer ranks.
 
     Relays need a `machine`, and have to be faster than the plan without relays.

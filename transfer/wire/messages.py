@@ -299,6 +299,8 @@ def _check_part(r: FrameReader, part: RankPart) -> None:
     for bad, fault in (
         (~own_rows, "does not have this rank as sender or receiver"),
         (sends != (o.src_party == 0), "is sent by the trainer and is no send, or the other way"),
+        (~arrivals, "goes to another instance"),
+        (~sends & (o.src_party != part.instance_party), "is relayed from another instance"),
         (sends & ~member_sends, "is sent by a trainer rank that is no member of the communicator"),
         (arrivals & (o.dst_rank >= part.instance_ranks), "goes to a rank the instance does not have"),
         (copies, "copies between two ranks"),

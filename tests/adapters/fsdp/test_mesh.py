@@ -48,10 +48,7 @@ def test_both_readings_of_strided_placements(size: int, cuts: list[Cut], reading
     assert [list(runs) for runs in possible_runs(size, cuts)] == readings
 
 
-@given(
-    size=st.integers(0, 60),
-    dims=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3),
-)
+@given(size=st.integers(0, 60), dims=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3))
 def test_the_ranks_of_a_mesh_hold_every_index_once(size: int, dims: list[tuple[int, int]]) -> None:
     for reading in range(2):
         held: list[int] = []

@@ -133,8 +133,7 @@ def test_sync_equals_sglangs_own_load_for_random_maps(
 
 
 @pytest.mark.parametrize(
-    ("world", "server"),
-    [pytest.param(2, TP2_EP2 | FUSED | MAP3, id="tp2"), pytest.param(2, PP2, id="pp2")],
+    ("world", "server"), [pytest.param(2, TP2_EP2 | FUSED | MAP3, id="tp2"), pytest.param(2, PP2, id="pp2")]
 )
 def test_derived_weights(nest: Nest, checkpoints: Path, world: int, server: dict[str, Any]) -> None:
     path = write_checkpoint("deepseek", checkpoints)

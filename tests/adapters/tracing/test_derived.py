@@ -363,10 +363,7 @@ def kept_back(m: Model, g: Given) -> None:
             r"tensor 'plain' has torch.float32 \[4, 6\], but the loader makes it torch.float32 \[8, 6\]",
         ),
         (bound_to_a_parameter, r"tensor 'plain': the loader binds it to other memory than it has"),
-        (
-            in_a_dict,
-            r"keeps a tensor of shape \[4, 6\], which .* computed from parameters, where no attribute of a",
-        ),
+        (in_a_dict, r"keeps a tensor of shape \[4, 6\], which .* computed from parameters, where no attribute of a"),
         (in_a_closure, r"keeps a tensor of shape \[4, 6\], which is or was computed from parameters"),
         (kept_back, r"keeps a tensor, which is or was computed from \['b'\], where no attribute"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from weightcast.adapters.sglang.sink import live_tensors
 from weightcast.adapters.tracing.strided import Box
 from weightcast.adapters.tracing.trace import Trace, trace_loader
 from weightcast.transfer.errors import DescribeError
@@ -380,6 +381,27 @@ def test_values_that_the_loader_reads(load: Loader, message: str) -> None:
     with pytest.raises(DescribeError, match=message) as caught:
         trace_loader(lambda pairs: run(load, parameters, pairs), parameters, specs(tensors()))
     assert "\n" not in str(caught.value)
+
+
+class Buffered(torch.nn.Module):
+    """A model whose loader gives a buffer the memory of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("scale", torch.ones(4))
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in tensors:
+            self.w.data.copy_(tensor)
+        self.scale.data = self.w.data
+
+
+def test_a_buffer_that_the_loader_gives_other_memory() -> None:
+    """Nothing would renew it; an alias of it would not show that."""
+    model = Buffered()
+    with pytest.raises(DescribeError, match="gives parameter 'scale' other memory"):
+        trace_loader(model.load_weights, dict(live_tensors(model)), {"w": TensorSpec((4,), "float32")})
 
 
 def test_reading_what_is_no_weight_is_allowed() -> None:

@@ -6,7 +6,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
@@ -14,6 +16,7 @@ from gateway_support import running_gateway
 
 from weightcast.cluster.die_with_parent import tethered
 from weightcast.cluster.processes import running, start_process
+from weightcast.cluster.ray_actors import RankActor
 from weightcast.cluster.spec import read_spec
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks.host import name_of_node
@@ -208,14 +211,8 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
         (("[[instance]]", "[instance]"), "expected a list of tables: write [[instance]]"),
         (("ranks = 2", "ranks = "), "Invalid value"),
         (("STRICT_SPREAD", "spread"), "trainer.strategy is 'spread', expected 'PACK', 'SPREAD', 'STRICT_PACK'"),
-        (
-            ("world_size = 1", "world_size = 1\ncount = 2"),
-            "instance.0: count is 2, which wants no url,",
-        ),
-        (
-            ("world_size = 1", "world_size = 1\ncount = 0"),
-            "instance.0: count is 0, which wants no url,",
-        ),
+        (("world_size = 1", "world_size = 1\ncount = 2"), "instance.0: count is 2, which wants no url,"),
+        (("world_size = 1", "world_size = 1\ncount = 0"), "instance.0: count is 0, which wants no url,"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, change: tuple[str, str], message: str):
@@ -265,3 +262,21 @@ def test_what_a_file_says_of_values_is_in_the_engine_s_record(tmp_path: Path) ->
         EngineSpec(kind="worker", world_size=1, allow_non_finite=("*.mask",)),
         EngineSpec(kind="worker", world_size=1, non_finite="report", hold=True),
     ]
+
+
+def say_two(mail: Any) -> None:
+    """The body of a rank that says two things, the second when it is told."""
+    mail.send("first")
+    mail.recv()
+    mail.send("second")
+
+
+def test_two_who_listen_to_one_rank_hear_each_message_once_and_in_time() -> None:
+    actor = RankActor({})
+    actor.begin(f"{__name__}:say_two")
+    with ThreadPoolExecutor(8) as pool:
+        answers = [future.result(5.0) for future in [pool.submit(actor.hear, 0.5) for _ in range(8)]]
+    assert sorted(answers, key=str) == [(False, None)] * 7 + [(True, "first")]
+    actor.tell(None)
+    assert actor.hear(5.0) == (True, "second")
+    assert actor.finish(5.0)

@@ -96,9 +96,7 @@ def still_serves(server: Server) -> bool:
         ("weightcast/main/rollout-0/7/abort/CALL", 1, "PairStateError: instance rollout-0 is in epoch 1, not 7"),
     ],
 )
-def test_a_failed_connect_is_an_answer(
-    server: Server, gateway: str, group: str, world_size: int, said: str
-) -> None:
+def test_a_failed_connect_is_an_answer(server: Server, gateway: str, group: str, world_size: int, said: str) -> None:
     with GatewayClient(gateway, TOKEN) as client:
         client.create_pair("main", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
     status, answer = init_group(server, gateway, group, world_size)

@@ -96,10 +96,7 @@ def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_di
 # ---- a step is refused
 
 
-@pytest.mark.parametrize(
-    ("step", "fenced"),
-    [("pause", False), ("begin", False), ("end", True), ("publish", True)],
-)
+@pytest.mark.parametrize(("step", "fenced"), [("pause", False), ("begin", False), ("end", True), ("publish", True)])
 def test_a_refused_step(step: str, fenced: bool) -> None:
     """Before the first byte the old version goes on; after it the engine stays paused, and the next update repairs."""
 

@@ -16,7 +16,8 @@ from weightcast.gateway.control import connect as coordinator
 from weightcast.gateway.control import gateway as tasks
 from weightcast.gateway.control import update as transaction
 from weightcast.gateway.control.instance_state import Phase
-from weightcast.gateway.records import CommitPolicy
+from weightcast.gateway.records import Action, CommitPolicy
+from weightcast.transfer.errors import ControlError
 from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.plan.operations import RankPart
 
@@ -215,5 +216,111 @@ def test_a_layout_that_is_merged_while_the_trainer_starts_anew_is_not_taken(monk
         goes_on.set()
         await merging
         assert play.pair.trainer_layout is None
+
+    asyncio.run(run())
+
+
+class Pausing:
+    """A pair with version 1 whose first instance pauses for version 2 until `goes_on`, with a gateway around it."""
+
+    def __init__(self, play: Play) -> None:
+        self.play, self.pair = play, play.pair
+        self.gateway = tasks.Gateway("127.0.0.1", 1)
+        self.gateway.pairs["main"] = self.pair
+        self.goes_on = asyncio.Event()
+        self._begun = asyncio.Event()
+        play.engines[A].pause = self._pause  # type: ignore[method-assign]
+
+    async def _pause(self) -> None:
+        self._begun.set()
+        await self.goes_on.wait()
+
+    async def restart(self) -> None:
+        """The trainer starts anew in the middle of the update, and asks for a connect, which waits for the instance."""
+        for trainer in self.play.trainers:
+            await self.gateway.offer("main", trainer.rank, 2, 0.0)
+        await asyncio.wait_for(self._begun.wait(), SOON)
+        await self.play.trainers[0].register()
+        self.gateway.start_connect("main")
+        await asyncio.sleep(0.05)
+
+    async def phases(self, *names: str) -> list[Phase]:
+        """Phases of instances when the connect is over that the rest of the trainer waits for."""
+        await self.play.trainers[1].register()
+        self.goes_on.set()
+        for trainer in self.play.trainers:
+            trainer.cursor.update({name: self.pair.instance(name).orders.count for name in self.pair.instances})
+        following = [asyncio.create_task(follow(t, name)) for t in self.play.trainers for name in names]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3 * SOON):
+                while self.gateway._is_connecting("main"):
+                    await asyncio.sleep(0.02)
+        for task in following:
+            task.cancel()
+        return [self.pair.instance(name).record.phase for name in names]
+
+
+def test_an_instance_that_joins_while_a_connect_waits_is_connected_by_it() -> None:
+    """Trainer ranks wait for every instance that the pair has when they have registered."""
+
+    async def run() -> None:
+        pausing = Pausing(await connected(A, B, version=1))
+        await pausing.restart()
+        await pausing.play.join("rollout-2")
+        assert await pausing.phases(A, B, "rollout-2") == [Phase.CONNECTED] * 3
+        await pausing.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_an_instance_that_leaves_while_a_connect_waits_for_reports_has_left_at_once() -> None:
+    async def run() -> None:
+        pausing = Pausing(await connected(A, B, version=1, register=60.0))
+        await pausing.restart()
+        pausing.goes_on.set()
+        await asyncio.sleep(0.1)
+        await pausing.gateway.leave("main", B)
+        orders = pausing.pair.instance(B).orders
+        before = orders.count
+        assert await pausing.phases(A, B) == [Phase.CONNECTED, Phase.LEFT]
+        assert [order.action for order in orders.since(before)] == [Action.LEFT]
+        await pausing.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_connect_that_another_one_follows_keeps_nothing_back() -> None:
+    """The trainer starts anew twice, and is deleted before it asks for another connect."""
+
+    async def run() -> None:
+        pausing = Pausing(await connected(A, version=1, register=60.0))
+        await pausing.restart()
+        await pausing.play.trainers[0].register()
+        pausing.goes_on.set()
+        async with asyncio.timeout(SOON):
+            while "main" in pausing.gateway.pairs:
+                with suppress(ControlError):
+                    await pausing.gateway.delete("main")
+                await asyncio.sleep(0.02)
+        await pausing.gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_trainer_that_starts_anew_while_its_reports_are_waited_for_is_connected_at_once() -> None:
+    """The orders of the connect before are for nobody: who would wait for their end would do so until `join`."""
+
+    async def run() -> None:
+        pausing = Pausing(await connected(A, version=1, register=60.0, join=60.0))
+        await pausing.restart()
+        pausing.goes_on.set()
+        await asyncio.sleep(0.1)  # now the connect waits for the report of rank 1
+        await pausing.play.trainers[0].register()
+        pausing.gateway.start_connect("main")
+        before = pausing.pair.orders.count
+        assert await pausing.phases(A) == [Phase.CONNECTED]
+        generations = {order.trainer for order in pausing.pair.orders.since(before) if order.action is Action.REGISTER}
+        assert generations == {pausing.pair.generation}
+        await pausing.gateway.close()
 
     asyncio.run(run())

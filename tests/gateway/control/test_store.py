@@ -170,8 +170,8 @@ def test_what_is_said_of_values_comes_back_and_older_files_do_not_say_it(tmp_pat
 def test_many_at_a_time(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
-        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=n)) for n in range(200)))
         await store.save_pair(SPEC, [])
+        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=n)) for n in range(200)))
         assert sorted(i.version or 0 for i in store.load()[0][1]) == list(range(200))
         store.close()
 
@@ -639,3 +639,23 @@ def test_a_store_is_closed_only_after_what_is_being_written(tmp_path: Path) -> N
     command = [sys.executable, "-c", CLOSED_AT_WORK, str(tmp_path / "state.db")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_rank_that_speaks_while_its_pair_is_deleted_leaves_the_file_readable(tmp_path: Path) -> None:
+    """Its request had found the instance before."""
+
+    async def run() -> None:
+        store = Store(tmp_path / "state")
+        store.open()
+        gateway = Gateway("127.0.0.1", 1, store)
+        engines = {"a": EngineSpec(kind="worker", world_size=1)}
+        instance = (await gateway.create(PairSpec("main", trainer_world=1, instances=engines))).instance("a")
+        await gateway.delete("main")
+        store.save_soon(instance.saved())
+        await asyncio.sleep(0.1)
+        await gateway.close()
+
+    asyncio.run(run())
+    store = Store(tmp_path / "state")
+    assert store.open() is None
+    store.close()

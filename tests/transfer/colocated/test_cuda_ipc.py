@@ -18,10 +18,7 @@ from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.transports.rendezvous import open_store
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 ELEMENTS = 1 << 28
 VERSIONS = 100

@@ -61,11 +61,7 @@ def test_only_senders_join_the_communicator(plan):
 
 def test_an_instance_rank_sees_what_it_receives_and_copies(plan):
     part = PlanParts(plan, bucket_bytes=77).instance_part("a", 0)
-    assert rows(part) == [
-        ("SEND", "w", (1, 0), (0, 0)),
-        ("SEND", "w", (2, 0), (0, 0)),
-        ("COPY", "w", (0, 0), (0, 1)),
-    ]
+    assert rows(part) == [("SEND", "w", (1, 0), (0, 0)), ("SEND", "w", (2, 0), (0, 0)), ("COPY", "w", (0, 0), (0, 1))]
     assert (part.is_trainer, part.group_rank, part.bucket_bytes) == (False, 3, 77)
     assert part.wire_dtype.tolist() == [dtype_code("bfloat16")] * 3
     assert part.table_fingerprint == plan.instances[0].fingerprints[0]

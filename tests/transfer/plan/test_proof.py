@@ -36,12 +36,7 @@ def plan(tables) -> TransferPlan:
 def find(plan: TransferPlan, kind: Kind, instance: str, rank: int, region: int) -> int:
     """First operation that writes a region."""
     o = plan.operations
-    at = (
-        (o.kind == kind)
-        & (o.dst_party == plan.number(instance))
-        & (o.dst_rank == rank)
-        & (o.dst_region == region)
-    )
+    at = (o.kind == kind) & (o.dst_party == plan.number(instance)) & (o.dst_rank == rank) & (o.dst_region == region)
     return int(np.flatnonzero(at)[0])
 
 
@@ -232,11 +227,7 @@ def digest_row(plan: TransferPlan, party: int, rank: int, region: int) -> int:
         ((1, 0, 0), {"dtype": 99}, "has dtype 99, which is out of range"),
         ((1, 0, 0), {"cell": 1}, "which is another box on rank"),
         ((1, 0, 0), {"cell": 9}, r"the digest of \[0:8, 0:4\] overlaps that of \[0:8, 0:4\]"),
-        (
-            (0, 0, 0),
-            {"region": 1},
-            "'w', the trainer rank 0 region 1: the digest of .* does not lie in that region",
-        ),
+        ((0, 0, 0), {"region": 1}, "'w', the trainer rank 0 region 1: the digest of .* does not lie in that region"),
         ((0, 0, 0), {"size": (3, 4)}, "tensor 'w': the digests of the trainer do not cover it"),
         ((0, 0, 0), {"dtype": 1}, "tensor 'w': the digests of the trainer do not cover it"),
         ((0, 0, 0), {"cell": 1}, "which is another box on rank"),

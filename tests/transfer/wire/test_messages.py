@@ -134,19 +134,21 @@ def test_a_part_comes_back() -> None:
     assert_same(decode_part(encode_part(small_part())), small_part())
 
 
+def test_a_trainer_part_for_another_instance_is_refused() -> None:
+    part = small_part()
+    sends = dataclasses.replace(part.operations.take(ints(1)), dst_party=ints(7), dst_rank=ints(1 << 20))
+    digests = dataclasses.replace(part.digests.take(ints(1)), party=ints(0), rank=ints(2))
+    trainer = small_part(party=0, rank=2, operations=sends, wire_dtype=ints(1), digests=digests, stage=ints(2))
+    with pytest.raises(WireError, match="operation 0, which goes to another instance"):
+        decode_part(encode_part(trainer))
+
+
 def test_a_trainer_part_comes_back() -> None:
     part = small_part()
     rows = ints(1)
     digests = dataclasses.replace(part.digests.take(rows), party=ints(0), rank=ints(2))
     sends = part.operations.take(rows)
-    changes = {
-        "party": 0,
-        "rank": 2,
-        "operations": sends,
-        "wire_dtype": ints(1),
-        "digests": digests,
-        "stage": ints(2),
-    }
+    changes = {"party": 0, "rank": 2, "operations": sends, "wire_dtype": ints(1), "digests": digests, "stage": ints(2)}
     trainer = small_part(**changes)
     assert_same(decode_part(encode_part(trainer)), trainer)
     with pytest.raises(WireError, match="operation 0, which does not have this rank"):
@@ -342,6 +344,8 @@ def test_malformed_reports(changes: dict[str, Any], error: type[Exception], said
         ({"operations__kind": ints(0, 1, 1)}, "operation 1, which is sent by the trainer and is no send"),
         ({"operations__src_party": ints(0, -2, 1)}, "has operations.src_party -2"),
         ({"operations__dst_party": ints(1, 0, 1)}, "has operations.dst_party 0 in row 1"),
+        ({"operations__dst_party": ints(1, 1, 2)}, "operation 2, which goes to another instance"),
+        ({"operations__kind": ints(0, 0, 2), "operations__src_party": ints(0, 0, 2)}, "which is relayed from"),
         ({"party": 2}, "has party 2, expected a whole number in 0..1"),
         ({"party": 1, "instance_party": 2}, "is for party 1, expected 0 or 2"),
         ({"operations__src_rank": ints(0, 2, 0)}, "operation 2, which copies between two ranks"),

@@ -14,16 +14,7 @@ from weightcast.transfer.errors import PlanError
 from weightcast.transfer.layout.joined import JoinedRanks
 from weightcast.transfer.plan.operations import Rows
 
-__all__ = [
-    "box_text",
-    "filled",
-    "outside",
-    "refuse_rows",
-    "region_rows",
-    "same_columns",
-    "spans",
-    "tiling_fault",
-]
+__all__ = ["box_text", "filled", "outside", "refuse_rows", "region_rows", "same_columns", "spans", "tiling_fault"]
 
 
 def refuse_rows(rows: Rows, what: str, faults: Mapping[str, BoolArray]) -> None:
