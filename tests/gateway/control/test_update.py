@@ -16,12 +16,13 @@ from engine_support import STEPS, A, B, Engine, connected
 
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.control.store import SavedInstance
-from weightcast.gateway.records import CommitPolicy, EngineSpec, NonFinite
+from weightcast.gateway.records import Action, CommitPolicy, EngineSpec, NonFinite, Order
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
     EngineError,
     InputError,
+    PairStateError,
     TransferError,
     VersionError,
     WeightcastError,
@@ -302,7 +303,9 @@ def test_one_that_fails_later_fences_all(fault: str) -> None:
             play.engines[B].corrupt = 0
         else:
             play.engines[B].refuses[fault] = EngineError("no")
+        play.engines[A].calls.clear()
         record = await play.update(2)
+        assert ("publish" in play.engines[A].calls) == (fault == "publish"), "no stamp before all are verified"
         assert (record.committed, record.fenced) == (False, True)
         assert f"all instances commit together, and {B} did not: " in record.reason
         assert "resume" not in play.engines[A].calls + play.engines[B].calls
@@ -468,5 +471,39 @@ def test_those_that_commit_together_are_written_once() -> None:
         play.pair.store.save = full  # type: ignore[method-assign]
         await play.update(2)
         assert [record.committed for record in play.pair.results[2].values()] == [True, True]
+
+    asyncio.run(run())
+
+
+def test_what_is_said_of_another_epoch_is_refused_with_both_numbers() -> None:
+    async def run() -> None:
+        play = await connected(A)
+        instance = play.pair.instance(A)
+        epoch = instance.record.epoch
+        for other in (epoch - 1, epoch + 1):
+            with pytest.raises(PairStateError, match=f"is in epoch {epoch}, not {other}; connect again"):
+                await instance.go(other, 0.0)
+            with pytest.raises(PairStateError, match=f"is in epoch {epoch}, not {other}; connect again"):
+                await instance.register(other, 0, instance.reports[0])
+
+    asyncio.run(run())
+
+
+def test_a_rank_that_waits_hears_of_its_own_epoch_alone() -> None:
+    """The next one may have begun before it was woken."""
+
+    async def run() -> None:
+        play = await connected(A)
+        instance = play.pair.instance(A)
+        epoch = instance.record.epoch
+        play.pair.give(instance, Order(Action.PREPARE, epoch, 2))
+        waiting = asyncio.create_task(instance.go(epoch, 5.0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        for order in (Order(Action.END, epoch, 2), Order(Action.REGISTER, epoch + 1)):
+            play.pair.give(instance, order)
+        answer = await waiting
+        assert answer is not None
+        assert (answer[1].action, answer[1].epoch) == (Action.END, epoch)
 
     asyncio.run(run())
