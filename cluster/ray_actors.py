@@ -28,6 +28,7 @@ __all__ = [
     "CONNECTED",
     "EngineActor",
     "Launch",
+    "Mail",
     "RankActor",
     "RankPlace",
     "answered",
@@ -218,7 +219,7 @@ class RankPlace:
     rendezvous: str
 
 
-class _Mail:
+class Mail:
     """Messages to a body and from it. Several callers of the actor may ask at once."""
 
     def __init__(self) -> None:
@@ -228,7 +229,7 @@ class _Mail:
     def send(self, what: object) -> None:
         self.said.put(what)
 
-    def recv(self) -> object:
+    def recv(self) -> Any:
         return self.told.get()
 
 
@@ -241,13 +242,13 @@ class RankActor(_OnNode):
     def __init__(self, environment: dict[str, str], kept: object = None) -> None:
         os.environ.update(environment)
         self._kept = kept
-        self._mail = _Mail()
+        self._mail = Mail()
         self._thread: threading.Thread | None = None
 
     def begin(self, function: str, *arguments: object) -> None:
-        """Runs `module:name` with the arguments and something with `send` and `recv`, and returns at once."""
+        """Runs `module:name` with the arguments and a Mail, and returns at once."""
         body = import_function(function)
-        mail = self._mail = _Mail()
+        mail = self._mail = Mail()
 
         def run() -> None:
             try:

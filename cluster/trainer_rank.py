@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from multiprocessing.connection import Connection
 
 from weightcast.adapters.unsharded import CheckpointSource
-from weightcast.cluster.ray_actors import CONNECTED, RankPlace, import_function
+from weightcast.cluster.ray_actors import CONNECTED, Mail, RankPlace, import_function
 from weightcast.cluster.spec import ClusterSpec, TrainerSpec
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
@@ -15,7 +14,7 @@ from weightcast.transfer.protocols import Source
 __all__ = ["serve"]
 
 
-def serve(place: RankPlace, spec: ClusterSpec, pipe: Connection) -> None:
+def serve(place: RankPlace, spec: ClusterSpec, mail: Mail) -> None:
     """Connects a rank, and updates at each version that it is told. None ends it.
 
     Sends (CONNECTED, None) first, and then for each version (version, records of its update by instance), or
@@ -38,9 +37,9 @@ def serve(place: RankPlace, spec: ClusterSpec, pipe: Connection) -> None:
     )
     try:
         worker.connect()
-        pipe.send((CONNECTED, None))
-        while (version := pipe.recv()) is not None:
-            pipe.send((version, _update(worker, source, version)))
+        mail.send((CONNECTED, None))
+        while (version := mail.recv()) is not None:
+            mail.send((version, _update(worker, source, version)))
     finally:
         worker.close()
 

@@ -91,7 +91,7 @@ def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:
 
 
 def begin(actors: list[Any], seconds: float, function: str, *arguments: object) -> None:
-    """Runs `module:name` on every rank, with its place, the arguments and a Connection, and returns at once."""
+    """Runs `module:name` on every rank, with its place, the arguments and a Mail, and returns at once."""
     futures = [actor.address.remote() for actor in actors]
     addresses = [answered(future, f"trainer rank {rank}", seconds) for rank, future in enumerate(futures)]
     rendezvous = f"{addresses[0]}:{answered(actors[0].free_port.remote(), 'trainer rank 0', seconds)}"

@@ -176,8 +176,8 @@ def _verdict(s: Simulation, plan: TransferPlan, traffic: Traffic) -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Rows as lines with aligned columns, the first to the left, the others to the right; short rows end early."""
-    first, *others = (max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue=""))
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]).rstrip() for row in rows]
+    width, *widths = (max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue=""))
+    return ["  ".join([row[0].ljust(width), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows]
 
 
 def _plan_table(plan: TransferPlan, traffic: Traffic, seconds: float, *, checked: bool) -> str:

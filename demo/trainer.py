@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightcast.cluster.ray_actors import RankPlace
+from weightcast.cluster.ray_actors import Mail, RankPlace
 from weightcast.demo.colocated import StoredWeights, make_cycle
 from weightcast.demo.config import DemoConfig
 from weightcast.demo.megatron_training import MegatronTraining
@@ -53,7 +53,7 @@ class Reference:
     away: int = 0
 
 
-def train(place: RankPlace, config: DemoConfig, model: Path, url: str, pipe: Connection) -> None:
+def train(place: RankPlace, config: DemoConfig, model: Path, url: str, pipe: Connection | Mail) -> None:
     """Body of a trainer process. Rank 0 sends a Reference a version, and answers tokens with log-probabilities.
 
     All ranks wait at each version until rank 0 was told to go on, so that the servers are asked while their weights
@@ -171,7 +171,7 @@ class _Rank:
         )
 
 
-def _run(rank: _Rank, url: str, pipe: Connection) -> None:
+def _run(rank: _Rank, url: str, pipe: Connection | Mail) -> None:
     """Runs version after version; the checkpoint is version 0."""
     config, cycle = rank.config, None
     if config.share is not None:

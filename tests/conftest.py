@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -63,3 +65,11 @@ def sglang_cpu_environment() -> dict[str, str]:
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1" if (os.cpu_count() or 1) > 1 else "0|0",
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """No logs: failures that are played are asserted, not read."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)

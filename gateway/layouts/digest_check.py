@@ -166,9 +166,9 @@ class _Side:
         return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(low, size, strict=True)) + "]"
 
 
-def _same(one: Mapping[int, DigestReport], other: Mapping[int, DigestReport]) -> bool:
+def _same(reports: Mapping[int, DigestReport], known: Mapping[int, DigestReport]) -> bool:
     """True if these are the very same reports."""
-    return one.keys() == other.keys() and all(one[rank] is report for rank, report in other.items())
+    return reports.keys() == known.keys() and all(reports[rank] is report for rank, report in known.items())
 
 
 def _rows(plan: TransferPlan, party: int) -> DigestRows:
@@ -271,25 +271,25 @@ def _expected_of_cell(side: _Side, first: int, wanted: Mapping[tuple[int, int], 
     return subtract(total, int(add_runs(digests, np.zeros(1, dtype=np.int64))[0]) if len(digests) else 0)
 
 
-def _check_sums(sent: _Side, held: _Side) -> None:
+def _check_sums(sent: _Side, side: _Side) -> None:
     """Checks that both sides have the same sum for each tensor and dtype of the instance."""
-    sums, wanted = held.sums, sent.sums
+    sums, wanted = side.sums, sent.sums
     wrong_keys = [key for key, value in sums.items() if wanted.get(key) != value]
     if not wrong_keys:
         return
     key = wrong_keys[0]
-    tensor_rows = held.rows_of(key)
-    name = held.tensor(int(tensor_rows[0]))
+    tensor_rows = side.rows_of(key)
+    name = side.tensor(int(tensor_rows[0]))
     suffix = f"; {len(wrong_keys)} of {len(sums)} tensors differ" if len(wrong_keys) > 1 else ""
     if key not in wanted:
         dtypes = [dtype_name(dtype) for tensor, dtype in wanted if tensor == key[0]]
         reason = f"the trainer digested it in {', '.join(dtypes)}" if dtypes else "the trainer digested no cell of it"
         raise DigestMismatchError(
-            f"{name} on {held.place(int(tensor_rows[0]))}: {reason}{suffix}; plan again, {_FENCED}"
+            f"{name} on {side.place(int(tensor_rows[0]))}: {reason}{suffix}; plan again, {_FENCED}"
         )
-    differing_rows = _differing_rows(sent, held, key)
+    differing_rows = _differing_rows(sent, side, key)
     rows = differing_rows if len(differing_rows) else tensor_rows
-    places = ", ".join(held.place(int(row)) for row in rows[:_SHOWN_PLACES])
+    places = ", ".join(side.place(int(row)) for row in rows[:_SHOWN_PLACES])
     if len(rows) > _SHOWN_PLACES:
         places += f" and {len(rows) - _SHOWN_PLACES} more"
     preposition = "on" if len(differing_rows) or len(tensor_rows) == 1 else "somewhere on"
@@ -299,13 +299,13 @@ def _check_sums(sent: _Side, held: _Side) -> None:
     )
 
 
-def _differing_rows(sent: _Side, held: _Side, key: tuple[int, int]) -> IntArray:
+def _differing_rows(sent: _Side, side: _Side, key: tuple[int, int]) -> IntArray:
     """Rows of the instance whose box is a cell of the trainer too, with another digest there."""
     truth = {_box(sent, row): int(sent.digest[row]) for row in sent.rows_of(key).tolist()}
     rows = [
         row
-        for row in held.rows_of(key).tolist()
-        if truth.get(_box(held, row), int(held.digest[row])) != int(held.digest[row])
+        for row in side.rows_of(key).tolist()
+        if truth.get(_box(side, row), int(side.digest[row])) != int(side.digest[row])
     ]
     return np.array(rows, dtype=np.int64)
 

@@ -60,7 +60,7 @@ class Tokens:
     def access(self, token: bytes) -> Access | None:
         """The scope of a token, None for a wrong one. Takes the same time whichever it is."""
         scopes = {Access.READ: self.read, Access.WORKER: self.worker, Access.OPERATOR: self.operator}
-        matches = [access for access, own in scopes.items() if hmac.compare_digest(token, own.encode()) and own]
+        matches = [access for access, text in scopes.items() if hmac.compare_digest(token, text.encode()) and text]
         return max(matches, default=None)
 
 

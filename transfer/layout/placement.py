@@ -133,13 +133,15 @@ class ExpertPlacement:
 
         Past the end of the shorter map layers count as identity.
         """
-        same_spread = (self.num_logical, self.ep_size) == (other.num_logical, other.ep_size)
-        layers = [
-            layer
-            for layer in range(max(self.num_layers, other.num_layers))
-            if not same_spread or not np.array_equal(self.global_slots(layer), other.global_slots(layer))
-        ]
-        return np.array(layers, dtype=np.int64)
+        layers = max(self.num_layers, other.num_layers)
+        spreads = [(p.num_logical, p.num_physical, p.ep_size) for p in (self, other)]
+        if spreads[0] != spreads[1]:
+            return np.arange(layers)
+        return np.flatnonzero((self._extended(layers) != other._extended(layers)).any(axis=1))
+
+    def _extended(self, layers: int) -> IntArray:
+        """(layers, P) the map, with identity for the layers past its end."""
+        return np.vstack([self.physical_to_logical, np.tile(self._identity_row, (layers - self.num_layers, 1))])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ExpertPlacement):

@@ -6,8 +6,6 @@ A fake engine is right here, because the order of its calls is the subject; real
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Iterator
 
 import pytest
 from engine_support import ALL, STEPS, TOP, A, B, Play, connected, reports_of
@@ -21,13 +19,7 @@ from weightcast.gateway.records import EngineSpec, Order, PairSpec
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.errors import CoverageError, EngineError
 
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The failures that are played are asserted, not read."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def refusal(step: str) -> EngineError:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,12 +24,7 @@ SOON = 2.0
 """Seconds for what waits for nobody; those that stand still do so for longer."""
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The failures that are played are asserted, not read."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Meeting:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,11 +32,7 @@ from weightcast.transfer.wire.messages import MSGPACK
 BOOT = "boot"
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Play:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -29,11 +27,7 @@ from weightcast.transfer.errors import InputError, UnregisteredError
 QUICK = {"heartbeat": 0.1, "silence": 0.4}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_who_is_missing() -> None:

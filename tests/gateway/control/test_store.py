@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +43,7 @@ FIRST = TrainerProcess(0, "a.1", "h0", 812, 1e9, 1)
 SECOND = TrainerProcess(0, "b.1", "h1", 977, 1e9 + 153.5, 2)
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def opened(path: Path) -> Store:

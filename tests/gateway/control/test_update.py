@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +27,7 @@ from weightcast.transfer.errors import (
     WeightcastError,
 )
 
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """The failures that are played are asserted, not read."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 # ---- a placement changes under the transfer

@@ -7,7 +7,6 @@ is not, the least of several calls is compared with it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import subprocess
 import sys
@@ -38,11 +37,7 @@ SPARE = 12.0
 """Seconds that a busy machine may take beside what was waited for."""
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 @pytest.fixture

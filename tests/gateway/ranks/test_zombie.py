@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import signal
 import sys
@@ -34,11 +33,7 @@ LONG = 120.0
 QUICK = {"offer": 3.0, "silence": 5.0, "heartbeat": 0.5, "register": 10.0, "join": 10.0}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from plan_support import judge, random_pair, tables_of
 
 from weightcast.offline.simulate import simulate
+from weightcast.transfer.boxes.algebra import intersect
 from weightcast.transfer.errors import LayoutError, PlanError
 from weightcast.transfer.layout.tables import Region, TensorSpec
+from weightcast.transfer.plan import stages
 from weightcast.transfer.plan.operations import Kind, TransferPlan
 from weightcast.transfer.plan.proof.operations import check_plan
 from weightcast.transfer.planner.planner import plan_transfer
@@ -252,3 +255,19 @@ def test_faults_of_a_topology(text, message):
 def test_a_topology_made_in_code_is_checked_too():
     with pytest.raises(LayoutError, match="nic_gbps is 0, expected a number from 1e-06"):
         plan_of(1, [2], Hosts.packed([1, 2], 1), Topology(nic_gbps=0))
+
+
+def test_the_trainers_world_costs_nothing_where_hops_are_counted(monkeypatch):
+    """Tables are as large as the keys of regions, and only ranks of instances pass boxes on."""
+    plan, _ = chain()
+    keys = []
+
+    def spy(left, right):
+        keys.extend(int(key.max()) for key, _, _ in (left, right))
+        return intersect(left, right)
+
+    monkeypatch.setattr(stages, "intersect", spy)
+    trainer, *instances = plan.parties
+    large = replace(plan, parties=(replace(trainer, fingerprints=trainer.fingerprints * 100_000), *instances))
+    assert np.array_equal(stages.hops(large), stages.hops(plan))
+    assert keys[:2] == keys[2:]
