@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from layout_support import K2, TINY, moe_instance, moe_report, random_placement
 
 from weightcast.transfer.errors import InputError, LayoutError, PlacementError, WireError
+from weightcast.transfer.layout.dtypes import NAMES
 from weightcast.transfer.layout.placement import ExpertPlacement
 from weightcast.transfer.layout.tables import LayoutNotes, RankReport, Region, RegionTable, TensorSpec, TensorTable
 from weightcast.transfer.plan.digest_report import DigestReport
@@ -360,7 +361,7 @@ def test_malformed_reports(changes: dict[str, Any], error: type[Exception], said
         ({"digests__rank": ints(1, 0, 1)}, "digest row 1 of another rank"),
         ({"digests__party": ints(1, 1, 0)}, "digest row 2 of another rank"),
         ({"digests__cell": ints(0, 1, -1)}, "has digests.cell -1"),
-        ({"digests__dtype": ints(2, 2, 15)}, "has digests.dtype 15"),
+        ({"digests__dtype": ints(2, 2, len(NAMES))}, f"has digests.dtype {len(NAMES)}"),
         ({"bucket_bytes": 0}, "has bucket_bytes 0"),
         ({"instance": ()}, "has 0 texts in instance"),
         ({"stage": ints(0, 3, 1)}, "has stage 3 in row 1, expected 0..2"),
