@@ -16,8 +16,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A time limit on single examples measures how busy the machine is.
-hypothesis.settings.register_profile("weightcast", deadline=None)
+# A time limit on examples, or on making them, measures how busy the machine is.
+hypothesis.settings.register_profile(
+    "weightcast", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("weightcast")
 
 ROOT = Path(__file__).resolve().parent.parent

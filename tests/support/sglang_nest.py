@@ -48,7 +48,7 @@ class Nest:
             self._process.kill()
             self._process.join()
 
-    def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
         """`fn(rank, world, port, *args)` in `world` processes; their results by rank. Raises RankFailedError."""
         self._pipe.send((fn, world, args, timeout))
         return self._answer(timeout + 30)

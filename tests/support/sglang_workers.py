@@ -13,7 +13,7 @@ import pytest
 import sglang_support as support
 import sglang_transfer as transfer
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from weightcast.adapters.checkpoint import read_headers
@@ -98,7 +98,13 @@ def random_maps(rank: int, world: int, port: int, path: str, server: Server, lay
     tried = []
 
     # The same examples on every rank, because it is one instance.
-    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
     @given(st.lists(row, min_size=layers, max_size=layers))
     def holds(rows: list[list[int]]) -> None:
         layout = support.check_against_loader(r, rows).layout

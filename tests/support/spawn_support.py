@@ -27,7 +27,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 300.0) -> list[Any]:
     """Call `fn(rank, world, port, *args)` in `world` new processes and return their results by rank.
 
     fn must be defined at the top level of a module; `port` is the same free port for all. Raises RankFailedError for

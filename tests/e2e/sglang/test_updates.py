@@ -72,6 +72,8 @@ KNOWN = {
 """What a scheduler with its workers calls a cache; each was looked at for `INVENTORY` of `test_caches.py`."""
 
 VERSIONS = iter(range(1, 1000))
+ATTEMPTS = 5
+"""Rounds of a test in which a busy machine may answer everything before the update begins."""
 
 
 def update(trainer: TrainerWorker, weights: Weights) -> int:
@@ -97,20 +99,23 @@ def test_answers_are_those_of_the_version_they_are_stamped_with(
         first = update(trainer, weights)
         assert right(engine, weights, first, PROMPTS) == len(PROMPTS)
         long = [prompt[::-1] for prompt in PROMPTS]
-        before = [weights.says(prompt, 60) for prompt in long[:1]]
-        streams = [Stream(engine, prompt, 460) for prompt in long]
-        for stream in streams:
-            stream.begun()
-        waiting = [Stream(engine, prompt, COUNT) for prompt in PROMPTS[:2]]
-        time.sleep(0.1)
-        assert not any(stream.done for stream in streams), "they have to be under way"
-        second = update(trainer, weights)
+        for _ in range(ATTEMPTS):
+            before = [weights.says(prompt, 60) for prompt in long[:1]]
+            streams = [Stream(engine, prompt, 460) for prompt in long]
+            for stream in streams:
+                stream.begun()
+            waiting = [Stream(engine, prompt, COUNT) for prompt in PROMPTS[:2]]
+            time.sleep(0.1)
+            second = update(trainer, weights)
+            answers = [stream.answer() for stream in streams]
+            if all(answer.reason == "abort" or answer.version != str(first) for answer in answers):
+                break
+            first = second
         (kept,) = engine.kept(second)
         assert kept["embeddings"] == 0
         assert kept["transferred"] == (1 if pause == "in_place" else 0), "embeddings kept until the end of the session"
         unknown = set(kept["attributes"]) - KNOWN
         assert not unknown, f"SGLang keeps what the inventory may lack: {' '.join(sorted(unknown))}"
-        answers = [stream.answer() for stream in streams]
         for prompt, stream in zip(PROMPTS[:2], waiting, strict=True):
             if pause != "abort":
                 answer = stream.answer()

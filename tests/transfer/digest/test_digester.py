@@ -91,7 +91,7 @@ def test_rows_are_digested_as_one_by_one(block: int, way: str, monkeypatch: pyte
     assert found.tolist() == expected
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.data())
 def test_rows_in_any_order_cut_and_cast(way: str, data: st.DataObject) -> None:
     layout = expert_layout()
