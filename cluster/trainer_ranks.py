@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from weightcast.cluster.ray_actors import CONNECTED, RankActor, RankPlace, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
 from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.ranks.trainer import UpdateResult
 from weightcast.gateway.ray_address import find_actor
 from weightcast.transfer.errors import ControlError, EngineError
 
@@ -100,8 +102,8 @@ def begin(actors: list[Any], seconds: float, function: str, *arguments: object) 
         answered(call, f"trainer rank {rank}", seconds)
 
 
-def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
-    """Has trainer ranks that `up` started send their weights as `version`; returns the gateway's record by instance.
+def update(pair: str, version: int, seconds: float, *, restart: bool = False) -> UpdateResult:
+    """Has trainer ranks that `up` started send their weights as `version`, of a new lineage with `restart`.
 
     If one of them was started again, all begin and connect anew first. Raises what the update raised, and ControlError
     if there are no such ranks.
@@ -119,10 +121,11 @@ def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
         if not all(ray.get([actor.finish.remote(seconds) for actor in actors])):
             raise EngineError(f"pair {pair}: trainer ranks do not end within {seconds:g} s")
         _begin(actors, spec, seconds)
-    ray.get([actor.tell.remote(version) for actor in actors])
-    records = _hear_all(actors, version, seconds)[0]
-    assert isinstance(records, dict)
-    return records
+    call = uuid.uuid4().hex  # a late answer to an earlier call of the same version is not one to this
+    ray.get([actor.tell.remote((call, version, restart)) for actor in actors])
+    result = _hear_all(actors, call, seconds)[0]
+    assert isinstance(result, UpdateResult)
+    return result
 
 
 def _answer(actor: Any, method: str, seconds: float) -> Any:

@@ -58,11 +58,11 @@ def _run(arguments: argparse.Namespace) -> None:
         )
         try:
             worker.connect()
-            records = worker.update(arguments.version).instances
+            result = worker.update(arguments.version)
         finally:
             worker.close()
             client.delete_pair(arguments.pair)
-    show_update(arguments.version, records, arguments.json)
+    show_update(result.stamp, result.instances, arguments.json)
 
 
 def _instance(text: str) -> tuple[str, dict[str, Any]]:

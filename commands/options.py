@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import InputError
 
 __all__ = ["Commands", "add_gateway_option", "read_file", "show_update"]
@@ -31,11 +32,11 @@ def read_file(path: Path) -> bytes:
         raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def show_update(version: int, instances: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
+def show_update(stamp: str, instances: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
     """Prints a version that every instance serves: the gateway's record of each, as JSON or a line each."""
     if as_json:
-        print(json.dumps({"version": version, "instances": instances}))
+        print(json.dumps({"version": Version.parse(stamp).as_json(), "instances": instances}))
         return
     for name, record in instances.items():
         regions = record["verified"]["regions"]
-        print(f"{name}: version {version}, {regions} regions verified, {record['seconds']:.2f} s")
+        print(f"{name}: version {stamp}, {regions} regions verified, {record['seconds']:.2f} s")

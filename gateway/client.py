@@ -21,6 +21,7 @@ import httpx
 from weightcast.gateway.addresses import transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.records import Order
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -37,7 +38,7 @@ from weightcast.transfer.planner.topology import Topology
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered", "Seat"]
+__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Offered", "Orders", "Registered", "Seat"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
@@ -64,6 +65,13 @@ class Registered(NamedTuple):
     generation: int
     first_order: int
     boot: str
+
+
+class Offered(NamedTuple):
+    """Life of the pair that has taken an offer, and the version that the pair makes of it."""
+
+    boot: str
+    version: Version
 
 
 class Seat(NamedTuple):
@@ -259,20 +267,22 @@ class GatewayClient:
         """Makes the gateway connect the instances of a pair."""
         self._call("POST", f"/pairs/{pair}/connect")
 
-    def offer(self, pair: str, rank: int, version: int, deadline: float) -> str | None:
-        """Says that a trainer rank is ready to send a version; the first rank's offer starts the update.
+    def offer(self, pair: str, rank: int, number: int, deadline: float, *, restart: bool = False) -> Offered | None:
+        """Says that a trainer rank is ready to send a version, of a new lineage with `restart`. The first rank's offer
+        starts the update.
 
-        Returns the life of the pair that took the offer. None means that the rank is not known, as after a restart:
-        register first. An update that this rank has given up ends before.
+        Returns None if the rank is not known, as after a restart of the gateway: register first. An update that this
+        rank has given up ends before.
         """
-        path, body = f"/pairs/{pair}/trainer/{rank}/offers", {"version": version}
+        path = f"/pairs/{pair}/trainer/{rank}/offers"
+        body = {"version": number, **({"restart": True} if restart else {})}
         try:
             answer = self._poll(path, deadline, "the end of the update before", method="POST", json=body).json()
         except UnregisteredError:
             return None
-        return str(answer["boot"])
+        return Offered(str(answer["boot"]), Version.parse(answer["version"]))
 
-    def begun(self, pair: str, version: int, known: str, deadline: float) -> tuple[list[str], int]:
+    def begun(self, pair: str, version: Version, known: str, deadline: float) -> tuple[list[str], int]:
         """Waits for an update to begin. Returns its instances, none when it is over, and the number of its first order.
         `known` is what `offer` has returned.
         """
@@ -288,7 +298,7 @@ class GatewayClient:
         params = {"after": after, "wait": min(wait, self._longest_poll), "known": known}
         return _orders_of(self._call("GET", path, params=params).json())
 
-    def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
+    def result(self, pair: str, version: Version, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
         """Waits for the end of an update. Returns its record for each instance."""
         path, what = f"/pairs/{pair}/updates/{version}", f"the result of version {version}"
         return dict(self._poll(path, deadline, what, known=known).json())
@@ -317,7 +327,7 @@ class GatewayClient:
         seat: Seat,
         report: RankReport,
         *,
-        verified: int | None = None,
+        verified: Version | None = None,
         of: str = "",
         uncommitted: bool = False,
         followed: int = 0,
@@ -329,7 +339,7 @@ class GatewayClient:
         """
         params: dict[str, Any] = {"of": of, "uncommitted": uncommitted, "followed": followed}
         if verified is not None:
-            params["verified"] = verified
+            params["verified"] = str(verified)
         answer = self._send(f"{seat.epoch_path}/ranks/{seat.rank}/report", params, wire.encode_report(report))
         return bool(answer["committed"]), str(answer["uid"])
 
@@ -395,14 +405,15 @@ class GatewayClient:
         record = answer.json()
         return int(record["number"]), Order.parse(record)
 
-    def moved(self, seat: Seat, version: int, layers: list[int]) -> None:
+    def moved(self, seat: Seat, version: Version, layers: list[int]) -> None:
         """Reports layers whose placement changed during the transfer, in place of digests."""
-        self._call("POST", f"{seat.epoch_path}/ranks/{seat.rank}/moved", json={"version": version, "layers": layers})
+        body = {"version": version.as_json(), "layers": layers}
+        self._call("POST", f"{seat.epoch_path}/ranks/{seat.rank}/moved", json=body)
 
     def digests(
         self,
         seat: Seat,
-        version: int,
+        version: Version,
         report: DigestReport,
         *,
         first: bool = False,
@@ -412,7 +423,7 @@ class GatewayClient:
         """Reports the digests of a rank: of a trainer rank's `first` pass or of its second. With `after` it waits for
         orders like `orders`, up to POLL seconds, and returns them.
         """
-        params: dict[str, Any] = {"version": version, "first": first}
+        params: dict[str, Any] = {"version": str(version), "first": first}
         if after is not None:
             params |= {"after": after, "wait": self._longest_poll, "known": known}
         answer = self._send(f"{seat.path}/digests", params, wire.encode_digests(report))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictBool
 
 from weightcast.gateway.settings import Settings
+from weightcast.gateway.versions import MOST_LINEAGES, Version
 from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import WireError
 from weightcast.transfer.layout.summaries import number_ranges
@@ -37,10 +38,12 @@ EngineKind = Literal["sglang", "worker"]
 PauseMode = Literal["abort", "retract", "in_place"]
 Backend = Literal["tcp", "gloo", "nccl"]
 NonFiniteMode = Literal["refuse", "report"]
+Stamps = Literal["text", "integer"]
 CommitPolicy = Literal["each", "all"]
 
 Ranks = Annotated[int, Field(strict=True, ge=1, le=100_000, description="a whole number from 1 to 100000")]
 Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
+Lineage = Annotated[int, Field(strict=True, ge=1, le=MOST_LINEAGES, description="a whole number from 1 to 2^31")]
 Bucket = Annotated[int, Field(strict=True, ge=1 << 10, le=1 << 40, description="a whole number from 2^10 to 2^40")]
 
 
@@ -58,6 +61,8 @@ class EngineSpec(Record):
     `non_finite` is for values of the trainer that are infinite or no number, or become so in the engine's dtype.
     "refuse" refuses the version, but for tensors whose names match a pattern of `allow_non_finite` (fnmatch's).
     "report" only reports them.
+
+    `stamps` says which stamps of versions its consumers read. With "integer" the pair stays in its first lineage.
     """
 
     kind: EngineKind = "sglang"
@@ -68,6 +73,7 @@ class EngineSpec(Record):
     hold: StrictBool = False
     non_finite: NonFiniteMode = "refuse"
     allow_non_finite: Annotated[tuple[Pattern, ...], Field(max_length=1000)] = ()
+    stamps: Stamps = "text"
 
     def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
         """Those of `values` that the engine does not take."""
@@ -144,11 +150,13 @@ class PairOptions(Record):
 class PairSpec(PairOptions):
     """A pair with its name. `uid` stands for one creation of the pair and outlives gateways.
 
-    After `delete` and `create` under one name, versions that ranks hold are those of another pair.
+    After `delete` and `create` under one name, versions that ranks hold are those of another pair. `lineage` is the one
+    in which its versions go on.
     """
 
     name: str
     uid: str = field(default="", compare=False)
+    lineage: Lineage = field(default=1, compare=False)
 
 
 class Action(StrEnum):
@@ -183,7 +191,7 @@ class Order:
 
     action: Action
     epoch: int
-    version: int | None = None
+    version: Version | None = None
     committed: bool = False
     reason: str = ""
     layers: tuple[int, ...] | None = None
@@ -192,7 +200,8 @@ class Order:
 
     def as_json(self) -> dict[str, Any]:
         """Fields by name, as they are sent."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        version = None if self.version is None else self.version.as_json()
+        return {name: getattr(self, name) for name in self.__slots__} | {"version": version}
 
     @classmethod
     def parse(cls, record: Mapping[str, Any]) -> Order:
@@ -202,8 +211,9 @@ class Order:
         """
         try:
             values = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-            layers = values.get("layers")
+            layers, version = values.get("layers"), values.get("version")
             values |= {"action": Action(values["action"]), "layers": None if layers is None else tuple(layers)}
+            values |= {"version": None if version is None else Version.parse(version)}
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(
@@ -211,7 +221,7 @@ class Order:
                 "weightcast on both sides"
             ) from error
 
-    def ends_update(self, version: int | None = None) -> bool:
+    def ends_update(self, version: Version | None = None) -> bool:
         """True for the last order of an update: of any, or of the one to `version`."""
         if self.action is Action.LEFT:
             return True
@@ -227,7 +237,7 @@ class UpdateRecord:
     tensors with values that are not finite, `non_finite_tensors` is the number of all.
     """
 
-    version: int
+    version: Version
     committed: bool
     fenced: bool
     reason: str
@@ -237,3 +247,7 @@ class UpdateRecord:
     resends: int = 0
     non_finite: tuple[NonFinite, ...] = ()
     non_finite_tensors: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Fields by name, as they are sent."""
+        return asdict(self) | {"version": self.version.as_json()}

@@ -15,6 +15,7 @@ import httpx
 
 from weightcast.gateway.addresses import check_url, trusted
 from weightcast.gateway.records import EngineSpec
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]
@@ -57,7 +58,7 @@ class EngineDriver:
     async def end(self) -> None:
         """Closes the session: derived weights are computed anew, caches dropped. Then every rank begins to digest."""
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: Version) -> None:
         """Stamps the version; every rank has dropped its caches before it reported its digests."""
 
     async def resume(self) -> None:
@@ -174,7 +175,7 @@ class SGLangDriver(EngineDriver):
     async def end(self) -> None:
         await self._post("/end_weight_update")
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: Version) -> None:
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     async def resume(self) -> None:

@@ -16,6 +16,7 @@ from weightcast.gateway.control.store import Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Standing
 from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import AbsentError, ControlError, InputError
 
 __all__ = ["Gateway"]
@@ -139,16 +140,19 @@ class Gateway:
             task = self._spawn(connect.connect(pair, pair.generation, self.host, self.port))
             self._connecting[name] = (pair.generation, task)
 
-    async def offer(self, name: str, rank: int, version: int, wait: float) -> bool:
-        """Takes a trainer rank's offer of a version. The first one starts the update, which waits for the others.
+    async def offer(self, name: str, rank: int, number: int, wait: float, *, restart: bool = False) -> Version | None:
+        """Takes a trainer rank's offer, and returns its version. The first one starts the update, which waits for the
+        others.
 
-        Returns False if the update that this rank has given up does not end within `wait` seconds.
+        Returns None if the update that this rank has given up does not end within `wait` seconds.
         """
         pair = self.pair(name)
-        first = await pair.offer(rank, version, wait)
-        if first:
-            self._spawn(update.update(pair, version, self.host, self.port))
-        return first is not None
+        taken = await pair.offer(rank, number, wait, restart=restart)
+        if taken is None:
+            return None
+        if taken.first:
+            self._spawn(update.update(pair, taken.version, self.host, self.port))
+        return taken.version
 
     def _is_connecting(self, name: str) -> bool:
         return name in self._connecting and not self._connecting[name][1].done()

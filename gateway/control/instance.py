@@ -23,6 +23,7 @@ from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
+from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
@@ -57,11 +58,11 @@ class Holding(NamedTuple):
     not know that it was committed.
     """
 
-    verified: int | None = None
+    verified: Version | None = None
     of: str = ""
     uncommitted: bool = False
 
-    def differs(self, uid: str, committed: int | None) -> str:
+    def differs(self, uid: str, committed: Version | None) -> str:
         """Contradiction to a record, in words; empty when there is none."""
         statement = "no version" if committed is None else f"version {committed}"
         if self.verified is None:
@@ -79,7 +80,7 @@ class Step:
     """A connect, or an update to `version`, for one generation of the trainer."""
 
     generation: int
-    version: int | None = None
+    version: Version | None = None
 
 
 class Instance(Party):
@@ -113,7 +114,7 @@ class Instance(Party):
         self.layout: InstanceLayout | None = None
         self.identities: dict[int, str] = {}
         self.displaced: dict[str, str] = {}
-        self.latest: int | None = None
+        self.latest: Version | None = None
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
         self.resend: set[int] | None = None
@@ -167,12 +168,12 @@ class Instance(Party):
         return self.record.serves and not self.silent
 
     @property
-    def updating(self) -> int | None:
+    def updating(self) -> Version | None:
         """The version of the update that holds the instance; None between updates, and in a connect."""
         return self.step.version if self.step is not None else None
 
     @property
-    def newest(self) -> int | None:
+    def newest(self) -> Version | None:
         """The greatest version that was committed, by the record or by what ranks say."""
         return max((v for v in (self.record.version, self.latest) if v is not None), default=None)
 
@@ -197,14 +198,15 @@ class Instance(Party):
         for rank in range(self.world):
             yield f"{self.name} rank {rank}"
 
-    def on(self, event: Event, *, version: int | None = None, reason: str = "") -> None:
+    def on(self, event: Event, *, version: Version | None = None, reason: str = "") -> None:
         """Moves the record on; see `instance_state.advance`."""
         self.adopt(advance(self.record, event, version=version, reason=reason), event, reason)
 
     def adopt(self, record: InstanceRecord, event: Event, reason: str = "") -> None:
         """Takes a record that `event` has led to."""
         old_record, self.record = self.record, record
-        fields = {"pair": self.pair, "instance": self.name, "version": record.target or record.version}
+        version = record.target or record.version
+        fields = {"pair": self.pair, "instance": self.name, "version": None if version is None else version.as_json()}
         log.info("%s: %s -> %s%s", event, old_record.phase, record.phase, f": {reason}" if reason else "", extra=fields)
 
     def saved(self, record: InstanceRecord | None = None) -> SavedInstance:
@@ -275,20 +277,20 @@ class Instance(Party):
         if epoch != self.record.epoch:
             raise PairStateError(f"instance {self.name} is in epoch {self.record.epoch}, not {epoch}; connect again")
 
-    def check_target(self, version: int) -> None:
+    def check_target(self, version: Version) -> None:
         """Raises VersionError with both numbers unless the instance is being updated to `version`."""
         if version != self.record.target:
             raise VersionError(
                 f"instance {self.name} is being updated to {self.record.target}, not to {version}; it is too late"
             )
 
-    def check_newer(self, version: int) -> None:
+    def check_newer(self, version: Version) -> None:
         """Raises VersionError with the numbers unless `version` is newer than the record's and that of any rank."""
         check_version(self.record, version)
         if self.latest is not None and version <= self.latest:
             raise VersionError(
                 f"ranks of instance {self.name} hold version {self.latest}, the record says {self.record.version}; "
-                f"version {version} is not newer, offer a greater one"
+                f"{version.refusal}"
             )
 
     def check_process(self, identity: str) -> None:
@@ -345,7 +347,7 @@ class Instance(Party):
         displacement = self._takes(rank, identity)
         contradiction = holds.differs(self.uid, self.record.version)
         if contradiction and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:
-            self.latest = max(holds.verified, self.latest or 0)
+            self.latest = max(holds.verified, self.latest or holds.verified)
             self._distrust(f"rank {rank} {contradiction}")
         elif (displacement or contradiction) and not self.record.fenced:
             self._distrust(f"{displacement}, with other memory" if displacement else f"rank {rank} {contradiction}")
@@ -487,7 +489,7 @@ class Instance(Party):
         await self.poll(decided, wait)
         return last() if decided() else None
 
-    async def report_moved(self, epoch: int, rank: int, version: int, layers: Collection[int]) -> None:
+    async def report_moved(self, epoch: int, rank: int, version: Version, layers: Collection[int]) -> None:
         """Takes the layers whose placement on a rank changed while `version` was transferred.
 
         They come in place of the rank's digests.
@@ -501,7 +503,7 @@ class Instance(Party):
         self.notify()
 
     async def report_digests(
-        self, epoch: int, side: str, rank: int, version: int, report: DigestReport, first: bool = False
+        self, epoch: int, side: str, rank: int, version: Version, report: DigestReport, first: bool = False
     ) -> None:
         """Takes the digests of a rank of this instance after `version` was transferred, or of a trainer rank.
 

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightcast.gateway.control.instance import RESTARTED, Instance, Step, absent, check_rank, check_report
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase
@@ -24,6 +24,7 @@ from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
 from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, UpdateRecord
+from weightcast.gateway.versions import MOST_LINEAGES, Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     AbsentError,
@@ -52,6 +53,23 @@ KEPT_RESULTS = 100
 
 Updated = Callable[[str, str, UpdateRecord], None]
 """Callback for each update of an instance that has ended: pair, instance, record."""
+
+
+class Offer(NamedTuple):
+    """A trainer rank's offer. With `restart` its version begins a lineage."""
+
+    version: Version
+    restart: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.version.number}{' with restart=True' if self.restart else ''}"
+
+
+class Taken(NamedTuple):
+    """Version of an offer that was taken. The `first` offer begins its update."""
+
+    version: Version
+    first: bool
 
 
 class Pair(Party):
@@ -83,15 +101,15 @@ class Pair(Party):
         self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
         self.trainer_reports: dict[int, RankReport] = {}
         self.trainer_layout: TrainerLayout | None = None
-        self.offers: dict[int, int] = {}
+        self.offers: dict[int, Offer] = {}
         self.conflict: WeightcastError | None = None
-        self.results: dict[int, dict[str, UpdateRecord]] = {}
+        self.results: dict[Version, dict[str, UpdateRecord]] = {}
         self.incarnations = Incarnations(spec.name, processes)
         self.asking: dict[asyncio.Task[Any], Incarnation] = {}
         self._first_order = 0
         self.sent: dict[int, tuple[bytes, DigestReport]] = {}
         self._result: tuple[dict[str, UpdateRecord], str] | None = None
-        self._under_way: tuple[int, tuple[str, ...], int] | None = None
+        self._under_way: tuple[Version, tuple[str, ...], int] | None = None
 
     def instance(self, name: str) -> Instance:
         """The instance of that name. Raises AbsentError naming the instances that there are."""
@@ -106,9 +124,15 @@ class Pair(Party):
         return [instance for instance in self.instances.values() if instance.present]
 
     @property
-    def newest(self) -> int | None:
+    def newest(self) -> Version | None:
         """The greatest version that any instance has committed, by the record or by what its ranks say."""
         return max((i.newest for i in self.instances.values() if i.newest is not None), default=None)
+
+    @property
+    def lineage(self) -> int:
+        """The lineage in which versions go on: that of the record, of what ranks say, or of an offer under way."""
+        versions = [offer.version for offer in self.offers.values()] + [self.newest or Version(1, 0)]
+        return max(self.spec.lineage, *(version.lineage for version in versions))
 
     def check_boot(self, known: str) -> None:
         """Raises ControlError for a request about something that began in an earlier life of the pair."""
@@ -278,41 +302,73 @@ class Pair(Party):
 
     # Updates
 
-    async def offer(self, rank: int, version: int, wait: float = 0.0) -> bool | None:
-        """Takes the offer of a trainer rank that is ready to send `version`; returns True for the first one.
+    async def offer(self, rank: int, number: int, wait: float = 0.0, *, restart: bool = False) -> Taken | None:
+        """Takes the offer of a trainer rank that is ready to send a version; `restart` begins a lineage with it.
 
         Returns None, and takes no offer, while an update that ends has not ended within `wait` seconds. Raises
-        VersionError for a version that is negative, not newer, or not that of other ranks.
+        VersionError for a version that is negative, not newer, or not that of other ranks, and for a restart that an
+        instance does not take.
         """
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
-        if version < 0:
-            raise VersionError(f"pair {self.spec.name}: version {version} is negative")
-        newest = self.newest
-        if newest is not None and version <= newest:
-            raise VersionError(
-                f"pair {self.spec.name} has version {newest}; version {version} is not newer, offer a greater one"
-            )
-        earlier_version = self.offers.get(rank, version)
-        if earlier_version != version:
-            self._given_up(
-                ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {earlier_version}")
-            )
-        if self.conflict is not None and not await self.poll(lambda: not self.offers, wait):
-            return None  # the update that ends for it takes its offers along
-        other_versions = {v for v in self.offers.values() if v != version}
-        if other_versions:
+        offer = self._offer(number, restart)
+        earlier_offer = self.offers.get(rank, offer)
+        if earlier_offer != offer:
+            self._given_up(ControlError(f"pair {self.spec.name}: trainer rank {rank} gave up version {earlier_offer}"))
+        if self.conflict is not None:
+            if not await self.poll(lambda: not self.offers, wait):
+                return None  # the update that ends for it takes its offers along
+            offer = self._offer(number, restart)  # that update may have begun a lineage
+        other_offers = {other for other in self.offers.values() if other != offer}
+        if other_offers:
             error = VersionError(
-                f"pair {self.spec.name}: trainer rank {rank} offers {version}, other ranks offer {other_versions.pop()}"
+                f"pair {self.spec.name}: trainer rank {rank} offers {offer}, other ranks offer {other_offers.pop()}"
             )
             self.conflict = self.conflict or error
             self.notify()
             raise error
         # Decided before anything is awaited: two ranks may offer at the same moment.
         first = not self.offers
-        self.offers[rank] = version
-        self.results.pop(version, None)
+        self.offers[rank] = offer
+        self.results.pop(offer.version, None)
         self.notify()
-        return first
+        return Taken(offer.version, first)
+
+    def _offer(self, number: int, restart: bool) -> Offer:
+        """The offer of a number. The lineage that it begins is the one of a restart under way, so that all ranks that
+        agree offer the same. Raises VersionError.
+        """
+        if number < 0:
+            raise VersionError(f"pair {self.spec.name}: version {number} is negative")
+        if restart:
+            self._check_stamps()
+        under_way = any(offer.restart for offer in self.offers.values())
+        lineage = self.lineage + (restart and not under_way)
+        if lineage > MOST_LINEAGES:
+            raise VersionError(f"pair {self.spec.name} has had {lineage - 1} lineages; make another pair")
+        version, newest = Version(lineage, number), self.newest
+        if newest is not None and version <= newest:
+            raise VersionError(f"pair {self.spec.name} has version {newest}; {version.refusal}")
+        return Offer(version, restart)
+
+    def _check_stamps(self) -> None:
+        """Raises VersionError naming the instances whose consumers cannot tell versions of two lineages apart."""
+        names = [instance.name for instance in self.present if instance.spec.stamps == "integer"]
+        if names:
+            raise VersionError(
+                f"pair {self.spec.name}: restart=True begins a lineage with stamps such as '81@2', and instances "
+                f"{', '.join(names)} take integer stamps alone; offer a greater version, or make the pair anew with "
+                "create_pair(replace=True)"
+            )
+
+    async def begin_lineage(self, lineage: int) -> None:
+        """Goes on in a lineage from now on, in later lives of the gateway, too. Raises ControlError if that cannot be
+        written; then it has not begun.
+        """
+        if lineage > self.spec.lineage:
+            spec = replace(self.spec, lineage=lineage)
+            await self.store.save_spec(spec)
+            self.spec = spec
+            log.info("lineage %d begins", lineage, extra={"pair": self.spec.name})
 
     def _given_up(self, error: WeightcastError) -> None:
         """Ends the update that a trainer rank no longer waits for, as when its link was cut for a while."""
@@ -320,7 +376,7 @@ class Pair(Party):
         self._stop_steps(error, updates_only=True)
         self.notify()
 
-    async def offered(self, version: int, deadline: Deadline) -> None:
+    async def offered(self, version: Version, deadline: Deadline) -> None:
         """Returns when every trainer rank has offered. Raises what came in between, else DeadlineError naming ranks.
 
         `deadline` is that of the whole update.
@@ -340,14 +396,14 @@ class Pair(Party):
         if self.silent:
             raise DeadlineError(f"pair {self.spec.name}: {self.silence()}")
 
-    async def begin(self, version: int) -> list[Instance]:
+    async def begin(self, version: Version) -> list[Instance]:
         """Fixes the instances that the update to `version` is for, and returns them."""
         members = self.present
         self._under_way = (version, tuple(i.name for i in members), self.orders.count)
         self.notify()
         return members
 
-    async def begun(self, version: int, wait: float) -> tuple[tuple[str, ...], int] | None:
+    async def begun(self, version: Version, wait: float) -> tuple[tuple[str, ...], int] | None:
         """Names of the instances of the update to `version`, and the number of its first order; None until it begins.
 
         There are no instances if the update is over, or was refused before it began.
@@ -361,7 +417,7 @@ class Pair(Party):
             return (), self.orders.count
         return self._under_way[1:] if self._under_way is not None and under_way() else None
 
-    def decide(self, version: int, records: dict[str, UpdateRecord]) -> None:
+    def decide(self, version: Version, records: dict[str, UpdateRecord]) -> None:
         """Ends the update under way: keeps its records by instance, and takes offers again."""
         self.results[version] = records
         for past_version in sorted(self.results)[:-KEPT_RESULTS]:
@@ -371,11 +427,11 @@ class Pair(Party):
         self.conflict = None
         self._under_way = None
 
-    def result_text(self, version: int) -> str:
+    def result_text(self, version: Version) -> str:
         """Records of an update by instance, as JSON; made once, though every trainer rank asks for them."""
         records = self.results[version]
         if self._result is None or self._result[0] is not records:
-            self._result = records, json.dumps({name: asdict(record) for name, record in records.items()})
+            self._result = records, json.dumps({name: record.as_json() for name, record in records.items()})
         return self._result[1]
 
     # Instances come and go
@@ -394,6 +450,11 @@ class Pair(Party):
             raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
         if spec.url and spec.url in [i.spec.url for i in self.present]:
             raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
+        if spec.stamps == "integer" and self.lineage > 1:
+            raise VersionError(
+                f"instance {name} takes integer stamps alone, and pair {self.spec.name} is in lineage {self.lineage}, "
+                "with stamps such as '81@2'; make the pair anew with create_pair(replace=True)"
+            )
         newcomer = Instance(self.spec, name, spec, namesake.record if namesake else None, self.store)
         if namesake is not None:
             newcomer.orders = namesake.orders  # ranks may have counted them
@@ -452,7 +513,7 @@ class Pair(Party):
                 "registered": sorted(self.trainer_reports),
                 "silent": list(self.silent),
             },
-            "offers": {str(rank): version for rank, version in sorted(self.offers.items())},
+            "offers": {str(rank): offer.version.as_json() for rank, offer in sorted(self.offers.items())},
             "settings": asdict(self.spec.settings),
             "commit": self.spec.commit,
             "topology": self.spec.topology.document if self.spec.topology is not None else None,
@@ -463,7 +524,7 @@ class Pair(Party):
 def _status(i: Instance) -> dict[str, Any]:
     return {
         "phase": i.record.phase.value,
-        "version": i.record.version,
+        "version": None if i.record.version is None else i.record.version.as_json(),
         "serves": i.serves,
         "fenced": i.record.fenced,
         "epoch": i.record.epoch,
@@ -472,7 +533,7 @@ def _status(i: Instance) -> dict[str, Any]:
         "silent": list(i.silent),
         "orders": i.orders.count,
         "world_size": i.world,
-        "updates": [asdict(u) for u in i.updates],
+        "updates": [update.as_json() for update in i.updates],
     }
 
 

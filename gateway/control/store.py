@@ -28,6 +28,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.versions import Version
 from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import ControlError, InputError, WeightcastError
 
@@ -65,7 +66,7 @@ class SavedInstance(Record):
     pair: str
     name: str
     spec: EngineSpec
-    version: _Number | None
+    version: Version | None
     fenced: StrictBool
     epoch: _Number
     paused: StrictBool
@@ -197,6 +198,10 @@ class Store:
         statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
         await self._write([statement, *map(_saving, instances)])
 
+    async def save_spec(self, spec: PairSpec) -> None:
+        """Writes what is fixed about a pair, unless that was deleted meanwhile; otherwise like `save`."""
+        await self._write([("update pairs set spec = ? where name = ?", (json.dumps(asdict(spec)), spec.name))])
+
     async def save(self, *instances: SavedInstance) -> None:
         """Writes instances, all of them or none. Returns when they are on the disk.
 
@@ -273,7 +278,8 @@ def _plain(spec: EngineSpec) -> dict[str, object]:
 
 
 def _saving(instance: SavedInstance) -> _Statement:
-    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
+    version = None if instance.version is None else instance.version.as_json()
+    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec), "version": version}
     values = (instance.pair, instance.name, json.dumps(state), instance.pair)
     # A pair that was deleted meanwhile stays forgotten.
     return ("insert or replace into instances select ?, ?, ? where exists (select 1 from pairs where name = ?)", values)

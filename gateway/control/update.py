@@ -27,6 +27,7 @@ from weightcast.gateway.control.instance_state import Event, Phase, advance
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, DigestCounts, NonFinite, Order, UpdateRecord
+from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
@@ -57,11 +58,12 @@ class _MovedError(UpdateError):
     """The placement of some layers changed while they were sent."""
 
 
-async def update(pair: Pair, version: int, host: str, port: int) -> None:
+async def update(pair: Pair, version: Version, host: str, port: int) -> None:
     """Brings every instance to `version` once all trainer ranks have offered it; the records tell how it ended."""
     deadline = Deadline.after(pair.spec.settings.update)
     step = Step(pair.generation, version)
     try:
+        await pair.begin_lineage(version.lineage)
         await pair.offered(version, deadline)
         await merge_trainer_reports(pair, deadline)
     except WeightcastError as error:
@@ -76,7 +78,7 @@ async def update(pair: Pair, version: int, host: str, port: int) -> None:
 
 
 async def _update(
-    pair: Pair, group: Sequence[Instance], step: Step, version: int, deadline: Deadline, host: str, port: int
+    pair: Pair, group: Sequence[Instance], step: Step, version: Version, deadline: Deadline, host: str, port: int
 ) -> dict[str, UpdateRecord]:
     """Updates instances that commit together, once no connect holds any of them. Returns their records by name."""
     start = time.monotonic()
@@ -98,12 +100,12 @@ async def _update(
 
 
 def _refuse(
-    pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError, seconds: float = 0.0
+    pair: Pair, instance: Instance, step: Step, version: Version, error: WeightcastError, seconds: float = 0.0
 ) -> UpdateRecord:
     """Tells the ranks that have offered that there will be no update; the instance is as it was."""
-    fields = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+    fields = {"pair": pair.spec.name, "instance": instance.name, "version": version.as_json()}
     log.error(
-        "pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=fields
+        "pair %s instance %s: version %s refused: %s", pair.spec.name, instance.name, version, error, extra=fields
     )
     if instance.present:  # one that has left had its last order
         pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)), step)
@@ -114,12 +116,12 @@ class _Update:
     """One update of one instance, from its first step to its record."""
 
     def __init__(
-        self, pair: Pair, instance: Instance, step: Step, version: int, host: str, port: int, together: Agreement
+        self, pair: Pair, instance: Instance, step: Step, version: Version, host: str, port: int, together: Agreement
     ) -> None:
         self._pair, self._instance, self._step, self._version = pair, instance, step, version
         self._host, self._port, self._together = host, port, together
         self._attempts = self._resends = self._retries = 0
-        self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+        self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version.as_json()}
 
     async def run(self) -> UpdateRecord:
         """Goes through the steps as often as it takes; whatever happens, the ranks are told how it ended."""
@@ -157,7 +159,7 @@ class _Update:
         self._give(Action.END, version, committed=committed, reason=reason)
         return record
 
-    def _give(self, action: Action, version: int | None = None, **fields: Any) -> None:
+    def _give(self, action: Action, version: Version | None = None, **fields: Any) -> None:
         self._pair.give(self._instance, Order(action, self._instance.record.epoch, version, **fields))
 
     async def _until_committed(self) -> DigestCounts:

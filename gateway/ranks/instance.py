@@ -29,6 +29,7 @@ from weightcast.gateway.ranks.membership import (
 )
 from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
+from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     AbsentError,
@@ -58,8 +59,8 @@ class MemoryRecord:
     trainer of pair `followed_in` that wrote the memory last. `identity` stands for the process.
     """
 
-    version: int | None = None
-    verified: int | None = None
+    version: Version | None = None
+    verified: Version | None = None
     of: str = ""
     uncommitted: bool = False
     unconfirmed: bool = False
@@ -112,15 +113,20 @@ class InstanceWorker:
         self._ahead: Orders | None = None
         self._absent = False
         self._displaced: DisplacedError | None = None
-        self._target: int | None = None
+        self._target: Version | None = None
 
     @property
     def version(self) -> int | None:
-        """The version that was committed last, None before the first."""
-        return self.memory.version
+        """The number of the version that was committed last, None before the first."""
+        return None if self.memory.version is None else self.memory.version.number
 
     @property
-    def target(self) -> int | None:
+    def stamp(self) -> str | None:
+        """The text of the version that was committed last, such as "81@2"; None before the first."""
+        return None if self.memory.version is None else str(self.memory.version)
+
+    @property
+    def target(self) -> Version | None:
         """The version that was received last, committed or not."""
         return self._target
 
@@ -216,7 +222,8 @@ class InstanceWorker:
             self.memory.uncommitted, self.memory.verified = True, None
             self._target = order.version
             self.memory.followed, self.memory.followed_in = order.trainer, self._pair
-            labels = {"pair": self._pair, "version": self._target}
+            target = None if self._target is None else self._target.as_json()
+            labels = {"pair": self._pair, "version": target}
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
             raise
@@ -294,7 +301,8 @@ class InstanceWorker:
         """Follows the gateway's orders through one connect or update, for engines without an API of their own.
 
         Call it between two batches, on every rank. Returns when there is no order within `wait` seconds, and stays
-        while something is under way. Returns the version that was committed, None when none was.
+        while something is under way. Returns the number of the version that was committed, None when none was; `stamp`
+        tells its lineage too.
 
         A pair that is deleted, or that the instance has left, is logged once and waited for; then it returns None.
         Raises TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like
@@ -347,7 +355,7 @@ class InstanceWorker:
         if not self._absent:
             self._absent = True
             self.disconnect()
-            text = f"keeps version {self.version} and waits for pair {self._pair} to be created again"
+            text = f"keeps version {self.stamp} and waits for pair {self._pair} to be created again"
             log.warning("%s: %s; this rank %s", self._who, error, text)
 
     def _first_order(self) -> int:
@@ -366,18 +374,18 @@ class InstanceWorker:
         that was under way is over, committed if the gateway says so: then returns its version.
         """
         text = "the gateway was restarted or the pair created again; this rank holds version"
-        log.warning("%s: %s %s", self._who, text, self.version)
+        log.warning("%s: %s %s", self._who, text, self.stamp)
         self.disconnect()
         self._live()
         status, memory = self._client.pair_status(self._pair), self.memory
         record = status["instances"].get(self._instance, {})
-        claim, old_version = (memory.verified, memory.of, False), memory.version
-        is_committed = (
-            memory.verified is not None and (record.get("version"), status["uid"], record.get("fenced")) == claim
+        verified, old_version = memory.verified, memory.version
+        is_committed = verified is not None and (
+            (record.get("version"), status["uid"], record.get("fenced")) == (verified.as_json(), memory.of, False)
         )
         self._confirm(is_committed)
         self._boot, self._cursor = boot, 0
-        return self.version if is_committed and self.version != old_version else None
+        return self.version if is_committed and memory.version != old_version else None
 
     def _is_last(self, order: Order) -> bool:
         """True if an order ends a connect or an update. Within an update connecting does not end it."""

@@ -23,6 +23,7 @@ from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, joi
 from weightcast.gateway.ranks.orders import OrderFeed
 from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
+from weightcast.gateway.versions import Version
 from weightcast.transfer.colocated.host_memory import share_memory
 from weightcast.transfer.colocated.offers import Share
 from weightcast.transfer.deadline import Deadline
@@ -39,9 +40,13 @@ log = logging.getLogger("weightcast.worker")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """End of an update: the gateway's record for each instance, and the report of what this rank moved for it."""
+    """End of an update: the gateway's record for each instance, and the report of what this rank moved for it.
+
+    `version` is the number, and `stamp` the text that instances have for it, such as "81@2".
+    """
 
     version: int
+    stamp: str
     instances: dict[str, dict[str, Any]]
     transfers: dict[str, TransferReport] = field(default_factory=dict)
 
@@ -143,12 +148,16 @@ class TrainerWorker:
     def _feed(self, first_order: int, boot: str) -> OrderFeed:
         return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
-    def update(self, version: int) -> UpdateResult:
+    def update(self, version: int, *, restart: bool = False) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided, after the setting `update` at the latest.
         Until then the weights must stand still: where they do not, it is found out, and nothing is served.
 
-        Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
-        layout is no longer the one it registered. Raises DisplacedError when another process has replaced this one,
+        With `restart`, on all ranks, the version begins a new lineage of the pair, whatever number it has: for a
+        trainer that resumes from an older step. Later updates go on in that lineage, also when this one fails.
+
+        Raises VersionError for a version that is not newer than what is committed, for ranks that offer different ones,
+        and for a restart where an instance declares integer stamps. Raises StalePlanError when this rank's layout is no
+        longer the one it registered. Raises DisplacedError when another process has replaced this one,
         PairStateError when another rank started anew and all have to connect again. Raises UpdateError naming each
         instance that did not commit and why, TransferError when the gateway did not answer for the setting `outage`.
         """
@@ -165,10 +174,16 @@ class TrainerWorker:
                 member.rebind(layout)  # the plan holds, the executors get new views
         self._layout = layout
         deadline = time.monotonic() + self._waits.gateway
-        boot = self._client.offer(self._pair, self._rank, version, deadline)
-        if boot is None:
+        offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
+        if offered is None:
             self._register(layout, resumes=True)  # the gateway was restarted, or the pair created again
-            boot = self._client.offer(self._pair, self._rank, version, deadline) or ""
+            offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
+        if offered is None:
+            raise PairStateError(f"pair {self._pair} does not know trainer rank {self._rank}; connect again")
+        return self._update(layout, *offered)
+
+    def _update(self, layout: RankLayout, boot: str, version: Version) -> UpdateResult:
+        """Goes through the update to a version that this rank has offered in a life of the pair."""
         deadline = time.monotonic() + self._waits.gateway
         # While the others offer, the engines pause and their ranks get ready.
         parts = [member.part for member in self._members.values()]
@@ -188,7 +203,7 @@ class TrainerWorker:
         failures = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
         if failures:
             raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failures)}")
-        return UpdateResult(version, instances, reports)
+        return UpdateResult(version.number, str(version), instances, reports)
 
     def _begin(self) -> None:
         self._client.begin()
@@ -272,7 +287,7 @@ class TrainerWorker:
             joining.abandon()
 
     def _follow_update(
-        self, name: str, version: int, take: Callable[[], Order], reports: dict[str, TransferReport]
+        self, name: str, version: Version, take: Callable[[], Order], reports: dict[str, TransferReport]
     ) -> None:
         joined = False
         while True:
@@ -294,10 +309,10 @@ class TrainerWorker:
     def _seat(self, name: str, epoch: int) -> Seat:
         return Seat(self._pair, name, epoch, "trainer", self._rank)
 
-    def _labels(self, version: int) -> dict[str, object]:
-        return {"pair": self._pair, "version": version}
+    def _labels(self, version: Version) -> dict[str, object]:
+        return {"pair": self._pair, "version": version.as_json()}
 
-    def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
+    def _report_first_pass(self, name: str, epoch: int, version: Version) -> None:
         """Reports the digests of the weights to the gateway, before anything of them is sent."""
         member = self._members.get(name)
         try:
@@ -311,7 +326,7 @@ class TrainerWorker:
             if not isinstance(error, WeightcastError):
                 raise
 
-    def _run(self, name: str, version: int, order: Order, reports: dict[str, TransferReport], since: float) -> None:
+    def _run(self, name: str, version: Version, order: Order, reports: dict[str, TransferReport], since: float) -> None:
         """Sends this rank's part, digests once more and reports that. A failure is told to the gateway, which ends the
         update. `since` is as in `SharedDigests.second`.
         """

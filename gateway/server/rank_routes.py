@@ -14,6 +14,7 @@ from weightcast.gateway.server.bodies import BeatBody, FailureBody, MovedBody, O
 from weightcast.gateway.server.requests import NOTHING, Reply, decoded
 from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, Routes, Speaker
 from weightcast.gateway.server.tokens import Access
+from weightcast.gateway.versions import VERSION_SCHEMA
 from weightcast.transfer.errors import ControlError, PairStateError, error_named
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
@@ -30,11 +31,11 @@ _MEMBER = _EPOCH + "/{side}/{rank}"
 _WHOLE = {"type": "integer", "minimum": 0}
 _FLAG = {"type": "boolean", "default": False}
 _POLL = (Query("after", _WHOLE, "number of the first order to send"), WAIT, KNOWN)
-_VERSION = Query("version", _WHOLE, "the version that was transferred")
+_VERSION = Query("version", VERSION_SCHEMA, "the version that was transferred")
 _FIRST = Query("first", _FLAG, "true for the first pass of a trainer rank, before the transfer")
 _UID = Query("uid", {"type": "string", "maxLength": 64}, "one creation of the pair, as registered")
 _HOLDING = (
-    Query("verified", _WHOLE, "version whose digests this rank reported last"),
+    Query("verified", VERSION_SCHEMA, "version whose digests this rank reported last"),
     Query("of", {"type": "string", "maxLength": 64}, "creation of the pair that it came from"),
     Query("uncommitted", _FLAG, "true when the memory was written since a commit"),
     Query("followed", _WHOLE, "generation of the trainer that wrote the memory last"),
@@ -109,7 +110,7 @@ async def digests(call: Call) -> Answer:
     body = await call.body()
     last = pair.sent.get(call.rank) if side == "trainer" else None
     report = last[1] if last is not None and last[0] == body else await decoded(body, wire.decode_digests)
-    await instance.report_digests(call.epoch, side, call.rank, call.whole("version"), report, call.flag("first"))
+    await instance.report_digests(call.epoch, side, call.rank, call.version(), report, call.flag("first"))
     if side == "trainer":
         pair.sent[call.rank] = body, report
     return await _orders_of(call) if call.has("after") else None
@@ -148,7 +149,7 @@ async def restarted(call: Call) -> None:
 async def report(call: Call) -> Answer:
     """Registers a rank of an instance by its report. Replies with `committed`, true when its memory is trusted."""
     instance, rank = call.instance, call.rank
-    verified = call.whole("verified") if call.has("verified") else None
+    verified = call.version("verified") if call.has("verified") else None
     holding = Holding(verified, call.text("of"), call.flag("uncommitted"))
     body = await call.message(wire.decode_report)
     committed = await instance.register(call.epoch, rank, body, call.identity, holding)
@@ -208,10 +209,12 @@ async def trainer_report(call: Call) -> Answer:
 
 @ROUTES.add("POST", _TRAINER + "/offers", Access.WORKER, Speaker.TRAINER, [WAIT], OfferBody)
 async def offer(call: Call) -> Answer:
-    """Offer of a version by a trainer rank; the first rank's starts the update. An update before it ends first."""
+    """Offer of a version by a trainer rank; the first rank's starts the update. An update before it ends first.
+    Replies with the version as the pair has it.
+    """
     pair, body = call.pair, await call.json(OfferBody)
-    is_taken = await call.gateway.offer(call.path["name"], call.rank, body.version, call.wait())
-    return {"boot": pair.boot} if is_taken else NOTHING
+    version = await call.gateway.offer(call.path["name"], call.rank, body.version, call.wait(), restart=body.restart)
+    return NOTHING if version is None else {"boot": pair.boot, "version": version.as_json()}
 
 
 @ROUTES.add("GET", "/pairs/{name}/updates/{version}/instances", Access.WORKER, Speaker.TRAINER, [WAIT, KNOWN])
@@ -219,7 +222,7 @@ async def begun(call: Call) -> Answer:
     """Instances of an update, and the number of its first order, once it begins."""
     pair = call.pair
     pair.check_boot(call.text("known"))
-    update = await pair.begun(call.whole("version"), call.wait())
+    update = await pair.begun(call.version(), call.wait())
     return NOTHING if update is None else {"instances": update[0], "first_order": update[1]}
 
 

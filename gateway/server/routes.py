@@ -82,7 +82,7 @@ async def result(call: Call) -> Answer:
     """Outcome of an update for each instance, once it is decided. A trainer rank that names its incarnation hears
     of the updates of its own trainer alone.
     """
-    pair, version = call.pair, call.whole("version")
+    pair, version = call.pair, call.version()
     pair.check_boot(call.text("known"))
     if (incarnation := call.incarnation()) is not None:
         pair.incarnations.check(incarnation, pair.boot)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 
 import pytest
+from engine_support import first
 
 from weightcast.gateway.records import Action, Order
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import WireError
 
-FULL = Order(Action.RUN, 3, 7, True, "why", (1, 4), 2, "rollout-0")
+FULL = Order(Action.RUN, 3, first(7), True, "why", (1, 4), 2, "rollout-0")
 
 
 @pytest.mark.parametrize("action", Action)
 def test_an_order_comes_as_it_was_given(action: Action) -> None:
-    for order in (Order(action, 3), Order(action, 3, 7, True, "why", (1, 4), 2, "rollout-0"), Order(action, 0, 0)):
+    for order in (
+        Order(action, 3),
+        Order(action, 3, first(7), True, "why", (1, 4), 2, "rollout-0"),
+        Order(action, 0, first(0)),
+    ):
         assert Order.parse(json.loads(json.dumps(order.as_json()))) == order
 
 
@@ -22,7 +28,9 @@ def test_fields_of_later_versions_are_passed_over() -> None:
     assert Order.parse({**FULL.as_json(), "colour": "red"}) == FULL
 
 
-@pytest.mark.parametrize("wrong", [{"action": "jump"}, {"action": None}, {"layers": 3}])
+@pytest.mark.parametrize(
+    "wrong", [{"action": "jump"}, {"action": None}, {"layers": 3}, {"version": "7@1"}, {"version": -1}]
+)
 def test_what_is_not_known_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(WireError, match=r"an order that this version does not know .*same version"):
         Order.parse({**FULL.as_json(), **wrong})
@@ -32,9 +40,10 @@ def test_what_is_not_known_is_refused(wrong: dict[str, object]) -> None:
 
 
 def test_the_end_of_an_update() -> None:
-    assert Order(Action.LEFT, 1).ends_update(5)
-    assert Order(Action.END, 1, 5).ends_update(5)
-    assert Order(Action.END, 1, 5).ends_update()
-    assert not Order(Action.END, 1, 4).ends_update(5)
+    assert Order(Action.LEFT, 1).ends_update(first(5))
+    assert Order(Action.END, 1, first(5)).ends_update(first(5))
+    assert Order(Action.END, 1, first(5)).ends_update()
+    assert not Order(Action.END, 1, first(4)).ends_update(first(5))
     assert not Order(Action.END, 1).ends_update(), "only what was begun of it is over"
-    assert not Order(Action.RUN, 1, 5).ends_update(5)
+    assert not Order(Action.RUN, 1, first(5)).ends_update(first(5))
+    assert not Order(Action.END, 1, Version(2, 5)).ends_update(first(5)), "a number of another lineage"

@@ -83,11 +83,24 @@ def update(trainer: TrainerWorker, weights: Weights) -> int:
     return version
 
 
-def right(engine: Engine, weights: Weights, version: int, prompts: list[list[int]]) -> int:
+def right(engine: Engine, weights: Weights, version: int | str, prompts: list[list[int]]) -> int:
     """Of how many prompts the answer is that of the trainer's weights, all stamped with `version`."""
     answers = [engine.ask(prompt, COUNT) for prompt in prompts]
     assert {answer.version for answer in answers} == {str(version)}
     return sum(a.tokens == weights.says(prompt, COUNT) for a, prompt in zip(answers, prompts, strict=True))
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_answers_of_a_new_lineage_have_stamps_of_their_own(
+    gateway: tuple[str, str], engine: Engine, weights: Weights, pause: str
+) -> None:
+    """Two versions of one number, with other weights: neither an answer nor a prefix cache takes one for the other."""
+    with paired(gateway, engine, weights, pause) as trainer:
+        first = update(trainer, weights)
+        assert right(engine, weights, first, PROMPTS) == len(PROMPTS)
+        weights.become(next(VERSIONS))
+        assert trainer.update(first, restart=True).stamp == f"{first}@2"
+        assert right(engine, weights, f"{first}@2", PROMPTS) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])

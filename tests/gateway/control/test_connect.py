@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from engine_support import ALL, STEPS, TOP, A, B, Play, connected, reports_of
+from engine_support import ALL, STEPS, TOP, A, B, Play, connected, first, reports_of
 
 from weightcast.gateway.control import connect as coordinator
 from weightcast.gateway.control import update as transaction
@@ -50,14 +50,14 @@ def test_steps_of_an_update() -> None:
 def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_digests() -> None:
     async def run() -> None:
         play = await connected()
-        seen: dict[str, tuple[str, bool, int | None]] = {}
+        seen: dict[str, tuple[str, bool, str]] = {}
 
         def spy(step: str) -> None:
             inner = getattr(play.engine, step)
 
             async def spied(*arguments: object) -> None:
                 record = play.pair.instances[A].record
-                seen[step] = (str(record.phase), record.fenced, record.version)
+                seen[step] = (str(record.phase), record.fenced, str(record.version))
                 await inner(*arguments)
 
             setattr(play.engine, step, spied)
@@ -74,12 +74,12 @@ def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_di
         await play.update(2)
         assert given == [("prepare", False), ("run", True), ("end", False)]
         assert seen == {
-            "pause": ("preparing", False, 1),
-            "begin": ("preparing", False, 1),
-            "transfer": ("preparing", False, 1),
-            "end": ("transferring", True, 1),
-            "publish": ("verifying", True, 1),
-            "resume": ("connected", False, 2),
+            "pause": ("preparing", False, "1"),
+            "begin": ("preparing", False, "1"),
+            "transfer": ("preparing", False, "1"),
+            "end": ("transferring", True, "1"),
+            "publish": ("verifying", True, "1"),
+            "resume": ("connected", False, "2"),
         }
 
     asyncio.run(run())
@@ -96,7 +96,7 @@ def test_a_refused_step(step: str, fenced: bool) -> None:
         play = await connected()
         play.engine.refuses[step] = refusal(step)
         record = await play.update(2)
-        assert (record.version, record.committed, record.fenced) == (2, False, fenced)
+        assert (record.version, record.committed, record.fenced) == (first(2), False, fenced)
         assert record.reason == str(refusal(step))
         assert play.state() == (Phase.FAILED, 1, fenced)
         after = play.engine.calls[STEPS.index(step) + 1 :]
@@ -185,7 +185,7 @@ def test_an_unforeseen_error_is_a_failure_of_its_instance_alone(step: str) -> No
         record = await play.update(2)
         assert (record.committed, record.fenced) == (False, step == "end")
         assert "a bug" in record.reason
-        assert play.pair.results[2][B].committed
+        assert play.pair.results[first(2)][B].committed
         assert play.pair.offers == {}
 
     asyncio.run(run())
@@ -234,7 +234,7 @@ def test_a_rank_that_dies_while_receiving_fences_its_instance_alone() -> None:
         assert (record.committed, record.fenced) == (False, True)
         assert {"publish", "resume"}.isdisjoint(play.engine.calls)
         assert play.state() == (Phase.FAILED, 1, True)
-        assert play.pair.results[2][B].committed
+        assert play.pair.results[first(2)][B].committed
         assert play.engines[B].calls == STEPS
         assert play.state(B) == (Phase.CONNECTED, 2, False)
         play.engine.dies = -1
@@ -330,8 +330,8 @@ def test_an_update_that_nobody_else_offers_asks_nothing_of_the_engine() -> None:
         play = await connected(offer=0.3)
         play.engine.calls.clear()
         await play.pair.offer(0, 2)
-        await transaction.update(play.pair, 2, "127.0.0.1", 1)
-        record = play.pair.results[2][A]
+        await transaction.update(play.pair, first(2), "127.0.0.1", 1)
+        record = play.pair.results[first(2)][A]
         assert record.reason == "pair main: trainer ranks 1 did not offer version 2 within 0.3 s"
         assert (record.committed, record.fenced) == (False, False)
         assert play.engine.calls == []

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import httpx
 import pytest
+from engine_support import first
 from spawn_support import free_port
 
 from weightcast.gateway.control.engines import EngineDriver, SGLangDriver, make_driver
@@ -39,7 +40,7 @@ STEPS: dict[str, Callable[[EngineDriver], Any]] = {
     "begin": lambda driver: driver.begin(),
     "transfer": lambda driver: driver.transfer(GROUP),
     "end": lambda driver: driver.end(),
-    "publish": lambda driver: driver.publish(7),
+    "publish": lambda driver: driver.publish(first(7)),
     "resume": lambda driver: driver.resume(),
     "disconnect": lambda driver: driver.disconnect(GROUP),
 }

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import pytest
-from engine_support import ALL, A, reports_of
+from engine_support import ALL, A, first, reports_of
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -506,7 +506,7 @@ def test_the_result_of_an_update_is_told_to_anybody_but_a_trainer_rank_that_is_b
     asking = make_asking()
     zombie = register(asking, 0, "a.1")
     new = register(asking, 0, "b.1")
-    asking.pair.decide(7, {})
+    asking.pair.decide(first(7), {})
     assert asking.ask("GET", "/pairs/{name}/updates/{version}", zombie)[:2] == (409, "DisplacedError")
     assert asking.ask("GET", "/pairs/{name}/updates/{version}", new)[0] == 200
     assert asking.ask("GET", "/pairs/{name}/updates/{version}", None)[0] == 200
@@ -590,7 +590,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
         new = Request(app, "POST", "/pairs/main/trainer/0/offers", Incarnation(0, pair.generation, pair.boot, "b.1"))
         new.send(b'{"version": 7}')
         assert (await new.answer())[0] == 200
-        assert pair.offers == {0: 7}
+        assert pair.status()["offers"] == {"0": 7}
         await gateway.close()
 
     asyncio.run(run())

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_support import ALL, STEPS, A, B, Engine, Play, Trainer, reports_of
+from engine_support import ALL, STEPS, A, B, Engine, Play, Trainer, first, reports_of
 from gateway_support import running_gateway
 from spawn_support import free_port
 
@@ -38,7 +38,7 @@ SPEC = PairSpec(
     bucket_bytes=1 << 20,
     commit="all",
 )
-SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
+SAVED = SavedInstance("main", A, SPEC.instances[A], first(7), True, 3, True, False, {0: "x", 1: "y"})
 FIRST = TrainerProcess(0, "a.1", "h0", 812, 1e9, 1)
 SECOND = TrainerProcess(0, "b.1", "h1", 977, 1e9 + 153.5, 2)
 
@@ -84,10 +84,10 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         await store.save_pair(SPEC, [SAVED, other])
         second = replace(SPEC, name="second", topology=Topology(400, nic_per_host=True))
         await store.save_pair(second, [])
-        await store.save(replace(SAVED, version=8))
+        await store.save(replace(SAVED, version=first(8)))
         store.close()
         again = opened(tmp_path / "state")
-        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (second, [])]
+        assert again.load() == [(SPEC, [replace(SAVED, version=first(8)), other]), (second, [])]
         await again.forget("main")
         assert again.load() == [(second, [])]
         again.close()
@@ -125,8 +125,8 @@ def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path
         assert (spec.name, spec.trainer_world, spec.settings.offer, spec.topology) == ("main", 2, 30.0, Topology(400))
         worker = EngineSpec(kind="worker", world_size=2)
         identities = {0: "8b2d69cd0f3c4d8680d32952f4e5b360", 1: "6d34dec14ccf4accac57b48706e6afd7"}
-        assert instances[0] == SavedInstance("main", A, worker, 1, False, 1, False, False, identities)
-        assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, 2, False)
+        assert instances[0] == SavedInstance("main", A, worker, first(1), False, 1, False, False, identities)
+        assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, first(2), False)
         assert store.load_processes("main") == []
         await store.save_processes("main", [Standing(FIRST)])
         store.close()
@@ -166,8 +166,8 @@ def test_many_at_a_time(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
         await store.save_pair(SPEC, [])
-        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=n)) for n in range(200)))
-        assert sorted(i.version or 0 for i in store.load()[0][1]) == list(range(200))
+        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=first(n))) for n in range(200)))
+        assert sorted(str(i.version) for i in store.load()[0][1]) == sorted(map(str, range(200)))
         store.close()
 
     asyncio.run(run())
@@ -423,12 +423,12 @@ def test_a_full_disk(tmp_path: Path) -> None:
         store = opened(tmp_path / "state")
         await store.save_pair(SPEC, [SAVED])
         with FullDisk(), pytest.raises(ControlError, match="cannot record the gateway's state"):
-            await store.save(replace(SAVED, version=8))
+            await store.save(replace(SAVED, version=first(8)))
         assert "cannot record" in store.trouble
         assert store.load() == [(SPEC, [SAVED])]
-        await store.save(replace(SAVED, version=9))
+        await store.save(replace(SAVED, version=first(9)))
         assert store.trouble == ""
-        assert store.load() == [(SPEC, [replace(SAVED, version=9)])]
+        assert store.load() == [(SPEC, [replace(SAVED, version=first(9))])]
         store.close()
 
     asyncio.run(run())
@@ -530,7 +530,7 @@ def test_a_gateway_that_ends_in_a_transfer_finds_the_fence(tmp_path: Path) -> No
 
         play.engine.transfer = spied  # type: ignore[method-assign]
         await play.update(2)
-        assert [(i.version, i.fenced, i.paused) for i in seen] == [(1, True, True)]
+        assert [(i.version, i.fenced, i.paused) for i in seen] == [(first(1), True, True)]
         await play.gateway.close()
 
     asyncio.run(run())

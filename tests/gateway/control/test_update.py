@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_support import STEPS, A, B, Engine, connected
+from engine_support import STEPS, A, B, Engine, connected, first
 
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.control.store import SavedInstance
-from weightcast.gateway.records import Action, CommitPolicy, EngineSpec, NonFinite, Order
+from weightcast.gateway.records import Action, CommitPolicy, EngineSpec, NonFinite, Order, PairSpec
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -337,7 +338,7 @@ def test_an_instance_leaves_and_comes_back_fenced() -> None:
         assert play.pair.instance(B).orders.since(0)[-1].action == "left"
         del play.engines[B]
         assert (await play.update(2)).committed
-        assert list(play.pair.results[2]) == [A]
+        assert list(play.pair.results[first(2)]) == [A]
         await play.join(B)
         assert play.state(B) == (Phase.REGISTERING, 1, True), "what it holds is old, and nobody knows what else"
         assert (await play.update(3)).committed
@@ -397,7 +398,37 @@ def test_what_comes_too_late_is_refused_with_both_numbers() -> None:
             await play.pair.offer(0, 1)
         report = Engine.digests(part, 1)
         with pytest.raises(VersionError, match="is being updated to None, not to 1; it is too late"):
-            await play.engine.instance.report_digests(1, "instance", 0, 1, report)
+            await play.engine.instance.report_digests(1, "instance", 0, first(1), report)
+
+    asyncio.run(run())
+
+
+def test_an_offer_of_a_restart_that_comes_again_is_the_same_update() -> None:
+    async def run() -> None:
+        play = await connected(version=100)
+        taken = [await play.pair.offer(0, 81, restart=True) for _ in range(2)]
+        assert [(str(each.version), each.first) for each in taken if each] == [("81@2", True), ("81@2", False)]
+        with pytest.raises(VersionError, match="trainer rank 1 offers 81, other ranks offer 81 with restart=True"):
+            await play.pair.offer(1, 81)
+
+    asyncio.run(run())
+
+
+def test_a_lineage_that_cannot_be_written_down_has_not_begun() -> None:
+    async def run() -> None:
+        play = await connected(version=100)
+
+        async def full(spec: PairSpec) -> None:
+            raise ControlError(f"the disk is full at lineage {spec.lineage}")
+
+        save, play.pair.store.save_spec = play.pair.store.save_spec, full  # type: ignore[method-assign]
+        record = await play.update(81, restart=True)
+        assert (record.committed, record.reason) == (False, "the disk is full at lineage 2")
+        assert play.engine.calls == [], "the engine heard of nothing"
+        assert (await play.update(101)).version == first(101)
+        play.pair.store.save_spec = save  # type: ignore[method-assign]
+        assert (await play.update(81, restart=True)).version == Version(2, 81)
+        assert (await play.update(82)).version == Version(2, 82)
 
     asyncio.run(run())
 
@@ -436,7 +467,7 @@ def test_an_instance_that_was_fenced_while_it_committed_is_not_resumed() -> None
 
         async def late(*saved: SavedInstance) -> None:
             await save(*saved)
-            if any(one.version == 2 for one in saved):
+            if any(one.version == first(2) for one in saved):
                 await instance.restarted(0, "another~1~x")
 
         play.pair.store.save = late  # type: ignore[method-assign]
@@ -463,7 +494,7 @@ def test_those_that_commit_together_are_written_once() -> None:
 
         play.pair.store.save = full  # type: ignore[method-assign]
         await play.update(2)
-        assert [record.committed for record in play.pair.results[2].values()] == [True, True]
+        assert [record.committed for record in play.pair.results[first(2)].values()] == [True, True]
 
     asyncio.run(run())
 
@@ -489,11 +520,11 @@ def test_a_rank_that_waits_hears_of_its_own_epoch_alone() -> None:
         play = await connected(A)
         instance = play.pair.instance(A)
         epoch = instance.record.epoch
-        play.pair.give(instance, Order(Action.PREPARE, epoch, 2))
+        play.pair.give(instance, Order(Action.PREPARE, epoch, first(2)))
         waiting = asyncio.create_task(instance.go(epoch, 5.0))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        for order in (Order(Action.END, epoch, 2), Order(Action.REGISTER, epoch + 1)):
+        for order in (Order(Action.END, epoch, first(2)), Order(Action.REGISTER, epoch + 1)):
             play.pair.give(instance, order)
         answer = await waiting
         assert answer is not None

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_support import A, B, Play, connected
+from engine_support import A, B, Play, connected, first
 from gateway_support import running_gateway
 from life_support import ENGINE, SIZE, Engine, create, cut_link, soon, trainer
 from plain_support import Piece, PlainSink
@@ -279,8 +279,8 @@ def test_an_offer_that_is_alone_ends_with_the_update() -> None:
     async def run() -> None:
         play = await connected(A, offer=60.0, update=0.5)
         await play.pair.offer(0, 2)
-        await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
-        assert "trainer ranks 1 did not offer version 2 within 0." in play.pair.results[2][A].reason
+        await asyncio.wait_for(transaction.update(play.pair, first(2), "127.0.0.1", 1), SPARE)
+        assert "trainer ranks 1 did not offer version 2 within 0." in play.pair.results[first(2)][A].reason
 
     asyncio.run(run())
 
@@ -292,11 +292,11 @@ def test_an_update_behind_a_connect_that_hangs_is_decided() -> None:
         await play.pair.hold(step, instances)
         for rank in range(2):
             await play.pair.offer(rank, 2)
-        await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
+        await asyncio.wait_for(transaction.update(play.pair, first(2), "127.0.0.1", 1), SPARE)
         play.pair.release(step, instances)
-        reason = play.pair.results[2][A].reason
+        reason = play.pair.results[first(2)][A].reason
         assert reason == f"pair main: still being connected 0.5 s after the first offer: {A}"
-        assert play.pair.orders.since(0)[-1].version == 2, "trainer ranks hear that it is over"
+        assert play.pair.orders.since(0)[-1].version == first(2), "trainer ranks hear that it is over"
         for player in play.trainers:
             player.cursor[A] = play.pair.instances[A].orders.count
         assert (await play.update(3)).committed
@@ -326,8 +326,8 @@ def test_an_update_that_the_trainer_left_before_its_first_step_connects_nobody(s
             await play.pair.offer(rank, 2)
         play.engine.calls.clear()
         ranks = [trainer.follow("end") for trainer in play.trainers]
-        await asyncio.wait_for(asyncio.gather(transaction.update(play.pair, 2, "127.0.0.1", 1), *ranks), SPARE)
-        reason = play.pair.results[2][A].reason
+        await asyncio.wait_for(asyncio.gather(transaction.update(play.pair, first(2), "127.0.0.1", 1), *ranks), SPARE)
+        reason = play.pair.results[first(2)][A].reason
         assert ("were not heard from" if silent else "trainer rank 0 gave up version 2") in reason
         assert "connect" not in play.engine.calls
         play.pair.begin, play.pair.silent = begin, ()  # type: ignore[method-assign]
