@@ -20,7 +20,7 @@ from typing import Any
 
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.ray_address import _START, NAME, NAMESPACE, find_actor, import_ray
-from weightcast.transfer.errors import ControlError
+from weightcast.transfer.errors import ControlError, InputError
 
 __all__ = ["WORKER_VARIABLE", "start_gateway", "stop_gateway", "worker_token"]
 
@@ -125,10 +125,12 @@ def start_gateway(
     `detached` actors outlive the program that started them. `options` are Ray's, as resources or a placement group.
     Raises ControlError if there is such an actor, or if it does not serve, InputError for bad tokens and without Ray.
     """
-    from weightcast.gateway.server.tokens import Tokens
+    from weightcast.gateway.server.tokens import VARIABLES, Tokens
 
     ray = import_ray()
     given = {"operator": os.environ.get(TOKEN_VARIABLE, ""), **(tokens or {})}
+    if unknown_scopes := given.keys() - VARIABLES:
+        raise InputError(f"tokens has {min(unknown_scopes)!r}, expected {', '.join(VARIABLES)}")
     Tokens(**given)  # before another one is made from the operator's
     given = {"worker": worker_token(given["operator"]), **given}
     if find_actor(name) is not None:

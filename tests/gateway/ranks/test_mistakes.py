@@ -9,6 +9,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,29 @@ def test_a_gateway_that_is_not_there_is_one_traceback(lost: str) -> None:
     shown = _shown(caught.value)
     assert shown.count("Traceback") == 1
     assert "httpcore" not in shown
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+def test_another_number_of_ranks_than_the_pair_has(side: str, at: str) -> None:
+    """A world_size of 1 is what a script has that was not started by a launcher."""
+    with GatewayClient(at) as asking:
+        asking.create_pair("worlds", 2, {ENGINE: {"kind": "worker", "world_size": 2}})
+    if side == "trainer":
+        worker: Any = TrainerWorker(at, "worlds", PlainSource({}), rank=0, world_size=1)
+        connect, text = (
+            worker.connect,
+            "trainer rank 0 has world_size=1, but pair worlds has trainer_world 2: make them",
+        )
+    else:
+        worker = InstanceWorker(at, "worlds", ENGINE, PlainSink([]), rank=0, world_size=1)
+        text = f"{ENGINE} rank 0 has world_size=1, but pair worlds has world_size in the instance's record 2: make them"
+        connect = partial(worker.connect, 1)
+    with pytest.raises(InputError) as caught:
+        connect()
+    assert str(caught.value).startswith(text)
+    worker.close()
+    with GatewayClient(at) as asking:
+        asking.delete_pair("worlds")
 
 
 def test_numbers_of_numpy_are_numbers(at: str) -> None:
