@@ -152,7 +152,7 @@ class Reminder:
         with self._changed:
             while not self._over:
                 if not self._changed.wait(self._seconds) and self._step:
-                    self._show(f"still at: {self._step}")
+                    self._show(f"still at: {self._step.partition(';')[0]}")
 
 
 @contextmanager

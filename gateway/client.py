@@ -112,6 +112,8 @@ class GatewayClient:
     def __init__(
         self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0, identity: str = ""
     ) -> None:
+        if not isinstance(url, str):
+            raise InputError(f"gateway url is {url!r}, expected http://host:port of the gateway, or ray://NAME")
         source = TOKEN_VARIABLE if token is None else "the argument token"
         token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
         if not token:

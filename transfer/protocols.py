@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import DescribeError, InputError
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.layout.placement import RankPlacement
 
-__all__ = ["Settles", "Sink", "Source", "check_sink", "check_source"]
+__all__ = ["Settles", "Sink", "Source", "check_sink", "check_source", "layout_of"]
 
 
 @runtime_checkable
@@ -75,6 +75,17 @@ def check_source(source: object) -> None:
 def check_sink(sink: object) -> None:
     """Raises InputError for what is no `Sink`, and names the one to take."""
     _check_side("sink", sink, ("describe", "placement"))
+
+
+def layout_of(side: Source) -> RankLayout:
+    """The layout that a source or sink describes. Raises DescribeError where it gives something else."""
+    layout = side.describe()
+    if not isinstance(layout, RankLayout):
+        raise DescribeError(
+            f"describe() of {type(side).__name__} gave {type(layout).__name__}, expected a RankLayout: "
+            "let it return LayoutBuilder's build()"
+        )
+    return layout
 
 
 def _check_side(side: str, value: object, methods: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ from weightcast.transfer.errors import (
 )
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
-from weightcast.transfer.protocols import Settles, Sink, check_sink
+from weightcast.transfer.protocols import Settles, Sink, check_sink, layout_of
 from weightcast.transfer.transports.choose import check_backend
 
 __all__ = ["InstanceWorker", "MemoryRecord"]
@@ -151,7 +151,7 @@ class InstanceWorker:
 
     def _register(self, epoch: int) -> None:
         self._live()
-        self._layout = self._sink.describe()
+        self._layout = layout_of(self._sink)
         report = report_of(self._layout, self._rank, self._world)
         memory = self.memory
         committed, self._uid = self._client.register_instance(

@@ -38,7 +38,7 @@ from weightcast.transfer.errors import (
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.verification import Verify
-from weightcast.transfer.protocols import Source, check_source
+from weightcast.transfer.protocols import Source, check_source, layout_of
 from weightcast.transfer.transports.choose import check_backend
 
 __all__ = ["TrainerWorker", "UpdateResult"]
@@ -137,7 +137,7 @@ class TrainerWorker:
         )
 
     def _describe(self) -> RankLayout:
-        layout = self._source.describe()
+        layout = layout_of(self._source)
         return share_memory(layout) if self._share == "in_place" else layout
 
     def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:

@@ -26,6 +26,7 @@ from weightcast.transfer.errors import (
     AbsentError,
     ControlError,
     CoverageError,
+    DescribeError,
     InputError,
     TransferError,
     WeightcastError,
@@ -141,6 +142,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[WeightcastError], str]] = {
         lambda: closed(client()).status(),
         ControlError,
         f"gateway {NOWHERE}: GET /pairs: this client was closed; make a new one",
+    ),
+    "describe() without return": (
+        lambda: trainer(Mute()).connect(),
+        DescribeError,
+        "describe() of Mute gave NoneType, expected a RankLayout: let it return LayoutBuilder's build()",
+    ),
+    "no url": (
+        lambda: GatewayClient(os.environ.get("NO_SUCH_VARIABLE"), TOKEN),  # type: ignore[arg-type]
+        InputError,
+        "gateway url is None, expected http://host:port of the gateway, or ray://NAME",
     ),
     "a token that is not ASCII": (
         lambda: trainer(token="token-with-\u00e9-of-enough-length"),
