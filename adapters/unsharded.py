@@ -98,7 +98,7 @@ def _mapped(path: Path) -> torch.UntypedStorage:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise LayoutError(f"cannot map {str(path)!r}: {error}") from error
+        raise LayoutError(f"cannot map {str(path)!r}: {error}") from None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()

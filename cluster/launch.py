@@ -9,12 +9,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from weightcast.cluster.processes import check_installed
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
 from weightcast.cluster.trainer_ranks import give_back, kept_spec, start_trainer
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.ray_address import NAMESPACE, find_actor
+from weightcast.gateway.ray_address import NAMESPACE, find_actor, import_ray
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
 from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
 
@@ -35,9 +34,7 @@ def on_ray(address: str, **settings: Any) -> Iterator[None]:
 
     "local" begins a cluster of its own, with Ray's `settings`.
     """
-    check_installed("Ray", "ray")
-    import ray
-
+    ray = import_ray()
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import socket
@@ -14,17 +13,9 @@ from pathlib import Path
 
 import httpx
 
-from weightcast.transfer.errors import EngineError, InputError
+from weightcast.transfer.errors import EngineError
 
-__all__ = ["check_installed", "end_process", "free_port", "running", "start_process", "tail", "wait_up"]
-
-
-def check_installed(name: str, extra: str, module: str | None = None) -> None:
-    """Raises InputError where a module is missing that one of weightcast's extras installs, by default of its name."""
-    with suppress(ModuleNotFoundError):  # of the package that it is in
-        if importlib.util.find_spec(module or extra) is not None:
-            return
-    raise InputError(f"{name} is not installed: pip install 'weightcast[{extra}]'")
+__all__ = ["end_process", "free_port", "running", "start_process", "tail", "wait_up"]
 
 
 def free_port(address: str = "127.0.0.1") -> int:

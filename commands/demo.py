@@ -7,8 +7,9 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,10 @@ from weightcast.transfer.errors import InputError
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["add"]
+__all__ = ["Reminder", "add"]
+
+_REMINDED = 10.0
+"""Seconds after which a step that takes long is shown again."""
 
 _OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "share")
 """Options that the settings of the demo have by the same names."""
@@ -96,13 +100,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from weightcast.demo.run import run_demo
 
     start = time.monotonic()
-    with _progress(2 + len(config.servers) + config.versions) as (progress, task):
+    with _progress(4 + len(config.servers) + config.versions) as (progress, task):
+
+        def show(text: str) -> None:
+            progress.console.print(f"[{time.monotonic() - start:5.1f} s] {text}", markup=False, highlight=False)
 
         def say(text: str) -> None:
-            progress.console.print(f"[{time.monotonic() - start:5.1f} s] {text}", markup=False, highlight=False)
+            reminder.say(text)
             progress.update(task, advance=1)
 
-        outcomes, faults = run_demo(config, say)
+        with Reminder(show) as reminder:
+            outcomes, faults = run_demo(config, say)
     seconds = time.monotonic() - start
     if arguments.json:
         print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "faults": faults, "seconds": seconds}))
@@ -112,6 +120,39 @@ def _run(arguments: argparse.Namespace) -> int:
     for fault in faults:
         print(f"weightcast demo: {fault}", file=sys.stderr)
     return 4 if faults else 0
+
+
+class Reminder:
+    """Shows each step, and again whenever it has taken `seconds` more: servers take a minute to start."""
+
+    def __init__(self, show: Callable[[str], None], seconds: float = _REMINDED) -> None:
+        self._show, self._seconds = show, seconds
+        self._step, self._over = "", False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._remind, name="weightcast-demo-steps", daemon=True)
+
+    def __enter__(self) -> Reminder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        self._thread.join()
+
+    def say(self, step: str) -> None:
+        """Shows a step that begins."""
+        with self._changed:
+            self._step = step
+            self._show(step)
+            self._changed.notify()
+
+    def _remind(self) -> None:
+        with self._changed:
+            while not self._over:
+                if not self._changed.wait(self._seconds) and self._step:
+                    self._show(f"still at: {self._step.partition(';')[0]}")
 
 
 @contextmanager

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-SCOPES = {"operator": "WEIGHTCAST_TOKEN", "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
-"""The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
-
 
 def add(commands: Commands) -> None:
     """Adds the parser of `weightcast gateway`."""
@@ -78,24 +75,26 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _tokens() -> tuple[Tokens, dict[str, str]]:
     """The gateway's tokens, and by variable those made here because the environment has no operator's token."""
-    from weightcast.gateway.server.tokens import Tokens, make_token
+    from weightcast.gateway.server.tokens import VARIABLES, Tokens, make_token
 
-    values = {scope: os.environ.get(variable, "") for scope, variable in SCOPES.items()}
+    values = {scope: os.environ.get(variable, "") for scope, variable in VARIABLES.items()}
     if values["operator"]:
         return Tokens(**values), {}
     tokens = {scope: token or make_token() for scope, token in values.items()}
-    return Tokens(**tokens), {SCOPES[scope]: tokens[scope] for scope in SCOPES if not values[scope]}
+    return Tokens(**tokens), {VARIABLES[scope]: tokens[scope] for scope in VARIABLES if not values[scope]}
 
 
 def _show(url: str, made: dict[str, str], as_json: bool) -> None:
     """Prints the address, and this once the tokens that were made here; given ones are not repeated."""
+    from weightcast.gateway.client import TOKEN_VARIABLE
+
     if as_json:
-        print(json.dumps({"url": url, "token": made.get(SCOPES["operator"]), "tokens": made}), flush=True)
+        print(json.dumps({"url": url, "token": made.get(TOKEN_VARIABLE), "tokens": made}), flush=True)
     elif made:
         lines = [f"weightcast gateway on {url}", *(f"{name}={token}" for name, token in made.items())]
         print("\n".join(lines), flush=True)
     else:
-        print(f"weightcast gateway on {url}, token from {SCOPES['operator']}", flush=True)
+        print(f"weightcast gateway on {url}, token from {TOKEN_VARIABLE}", flush=True)
 
 
 def _check_certificate(certificate: Path | None, key: Path | None) -> None:

@@ -33,7 +33,7 @@ def add(commands: Commands) -> None:
         "--topology",
         type=Path,
         metavar="FILE",
-        help="speeds of links as for 'weightcast plan --simulate': ranks of an engine pass on what they receive alike",
+        help="speeds of links as for 'weightcast plan --simulate': ranks of an engine forward weights that they share",
     )
     parser.add_argument("--address", default="127.0.0.1", help="where engines reach this process (127.0.0.1)")
     add_gateway_option(parser)

@@ -19,7 +19,10 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_gateway_option(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every command that asks a gateway."""
     parser.add_argument(
-        "--gateway", default="http://127.0.0.1:8900", metavar="URL", help="the token is WEIGHTCAST_TOKEN"
+        "--gateway",
+        default="http://127.0.0.1:8900",
+        metavar="URL",
+        help="of the gateway (%(default)s); the token is taken from WEIGHTCAST_TOKEN",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

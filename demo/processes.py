@@ -79,9 +79,7 @@ class Server:
             response = httpx.post(f"{self.url}/generate", json=body, timeout=120.0, trust_env=False)
             response.raise_for_status()
         except httpx.HTTPError as error:
-            raise EngineError(
-                f"{self.spec.name}: generate failed: {error}; see {self.log}: {tail(self.log)}"
-            ) from error
+            raise EngineError(f"{self.spec.name}: generate failed: {error}; see {self.log}: {tail(self.log)}") from None
         return dict(response.json())
 
 

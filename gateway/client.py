@@ -22,6 +22,7 @@ from weightcast.gateway.addresses import transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.records import Order
 from weightcast.gateway.versions import Version
+from weightcast.transfer.documents import as_json
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -38,7 +39,7 @@ from weightcast.transfer.planner.topology import Topology
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Offered", "Orders", "Registered", "Seat"]
+__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Offered", "Orders", "Registered", "Seat", "check_token"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
@@ -94,6 +95,16 @@ class Seat(NamedTuple):
         return f"{self.epoch_path}/{self.side}/{self.rank}"
 
 
+def check_token(token: str, source: str) -> None:
+    """Raises InputError for a token that no HTTP header can carry, and does not repeat it. `source` is its origin."""
+    bad_places = [place for place, character in enumerate(token, 1) if not "!" <= character <= "~"]
+    if bad_places:
+        raise InputError(
+            f"the bearer token of {source} has a character that is not printable ASCII, number {bad_places[0]} of "
+            f"{len(token)}; set it again, without spaces and line ends"
+        )
+
+
 class GatewayClient:
     """Connection to a gateway: `GatewayClient("http://127.0.0.1:8900")`. WEIGHTCAST_TOKEN has the token unless given.
 
@@ -109,9 +120,13 @@ class GatewayClient:
     def __init__(
         self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0, identity: str = ""
     ) -> None:
-        token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
+        if not isinstance(url, str):
+            raise InputError(f"gateway url is {url!r}, expected http://host:port of the gateway, or ray://NAME")
+        source = TOKEN_VARIABLE if token is None else "the argument token"
+        token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
         if not token:
-            raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
+            raise InputError(f"no bearer token for {url}: {source} is empty; set {TOKEN_VARIABLE} to the gateway's")
+        check_token(token, source)
         transport = transport_to(url)
         self.url = url.rstrip("/")
         self.outage, self._timeout, self._reached = outage, timeout, False
@@ -154,8 +169,12 @@ class GatewayClient:
         """Seconds of a long poll, so short that a late answer shows before `outage` is over."""
         return min(POLL, self._patience / 2)
 
-    def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def _call(self, method: str, path: str, json: object = None, **request: Any) -> httpx.Response:
+        if self._client.is_closed:
+            raise ControlError(f"gateway {self.url}: {method} {path}: this client was closed; make a new one")
         start = time.monotonic()
+        if json is not None:
+            request |= {"content": as_json(json), "headers": {"Content-Type": "application/json"}}
         if (incarnation := self.incarnation) is not None:
             request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
@@ -174,7 +193,7 @@ class GatewayClient:
                 if now >= lost_at + (self.outage if self._reached else 0.0):
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
-                    ) from error
+                    ) from None
             else:
                 self._lost = None
                 # Wrong tokens from this address make the gateway deaf for some seconds; or it is stopping.
@@ -219,12 +238,12 @@ class GatewayClient:
         "backend": ..}`, perhaps with "hold", "non_finite" and "allow_non_finite". `settings` are fields of `Settings`.
         `commit` says who gets a version, "each" or "all". `bucket_bytes` bounds the memory that a rank takes to pack
         and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
-        ..}`. With it ranks of an instance pass on to each other what they receive alike, where that is faster.
+        ..}`. With it ranks of an instance forward to each other the weights that they share, where that is faster.
         """
-        body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
+        body: dict[str, Any] = {"trainer_world": trainer_world, "instances": _plain(instances)}
         body |= {"commit": commit, "verify": verify}
         if settings:
-            body["settings"] = dict(settings)
+            body["settings"] = _plain(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
         if topology is not None:
@@ -237,7 +256,7 @@ class GatewayClient:
 
     def join_instance(self, pair: str, instance: str, engine: Mapping[str, Any]) -> None:
         """Adds an instance to a pair at run time, with `engine` as in `create_pair`. The next update brings it up."""
-        self._call("PUT", f"/pairs/{pair}/instances/{instance}", json=dict(engine))
+        self._call("PUT", f"/pairs/{pair}/instances/{instance}", json=_plain(engine))
 
     def leave_instance(self, pair: str, instance: str) -> None:
         """Takes an instance out of a pair at run time."""
@@ -428,6 +447,11 @@ class GatewayClient:
             params |= {"after": after, "wait": self._longest_poll, "known": known}
         answer = self._send(f"{seat.path}/digests", params, wire.encode_digests(report))
         return None if after is None else _orders_of(answer)
+
+
+def _plain(value: object) -> object:
+    """Mappings of any kind as dicts, for JSON. Other values stay: the gateway says what it expected."""
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _orders_of(answer: dict[str, Any]) -> Orders:

@@ -7,8 +7,19 @@ from typing import Any
 import httpx
 
 from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.installed import check_installed
 
-__all__ = ["NAME", "NAMESPACE", "SCHEME", "RayTransport", "actor_name", "find_actor", "gateway_url", "http_address"]
+__all__ = [
+    "NAME",
+    "NAMESPACE",
+    "SCHEME",
+    "RayTransport",
+    "actor_name",
+    "find_actor",
+    "gateway_url",
+    "http_address",
+    "import_ray",
+]
 
 NAME = "weightcast"
 """Name of the gateway's actor unless told otherwise."""
@@ -37,10 +48,17 @@ def actor_name(url: str) -> str:
     return parsed.host
 
 
-def find_actor(name: str) -> Any:
-    """The handle of an actor of this project, None if there is none."""
+def import_ray() -> Any:
+    """The module of Ray. Raises InputError where it is not installed."""
+    check_installed("Ray", "ray")
     import ray
 
+    return ray
+
+
+def find_actor(name: str) -> Any:
+    """The handle of an actor of this project, None if there is none."""
+    ray = import_ray()
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -49,8 +67,7 @@ def find_actor(name: str) -> Any:
 
 def gateway_url(name: str = NAME) -> str:
     """The HTTP address of a gateway's actor, for those outside of Ray. Raises ControlError if there is none."""
-    import ray
-
+    ray = import_ray()
     handle = find_actor(name)
     if handle is None:
         raise ControlError(f"there is no Ray actor {name!r} in namespace {NAMESPACE!r}; start a gateway there")
@@ -71,6 +88,7 @@ class RayTransport(httpx.BaseTransport):
     """
 
     def __init__(self, name: str) -> None:
+        import_ray()
         self._name = name
         self._http = httpx.HTTPTransport(trust_env=False)
         self._base: httpx.URL | None = None
@@ -105,7 +123,7 @@ class RayTransport(httpx.BaseTransport):
         try:
             return httpx.URL(ray.get(actor.url.remote(), timeout=seconds))
         except ray.exceptions.RayError as error:
-            raise httpx.ConnectError(" ".join(str(error).split())[:300]) from error
+            raise httpx.ConnectError(" ".join(str(error).split())[:300]) from None
 
     def close(self) -> None:
         self._http.close()

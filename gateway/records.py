@@ -54,9 +54,10 @@ class EngineSpec(Record):
     `kind` is "sglang" (its HTTP server at `url`, with the weightcast plugin) or "worker". Ranks of a "worker" run
     `InstanceWorker.serve` themselves and need no driver. `backend` is the transport of the instance's communicator.
 
-    `pause` says what happens to requests in flight. "abort" ends them. "retract" goes on after the update with their
-    tokens and a KV cache computed anew. "in_place" goes on with the old KV cache, which no later request reads. With
-    `hold` the engine stays paused after a commit: whoever gave its memory to a trainer lets it go on.
+    `pause` says what happens to requests in flight. "retract" goes on after the update with their tokens and a KV cache
+    computed anew. "abort" ends them, which pipeline stages need. "in_place" goes on with the old KV cache, which no
+    later request reads. With `hold` the engine stays paused after a commit: whoever gave its memory to a trainer lets
+    it go on.
 
     `non_finite` is for values of the trainer that are infinite or no number, or become so in the engine's dtype.
     "refuse" refuses the version, but for tensors whose names match a pattern of `allow_non_finite` (fnmatch's).
@@ -68,7 +69,7 @@ class EngineSpec(Record):
     kind: EngineKind = "sglang"
     world_size: Ranks
     url: Annotated[str, Field(max_length=2048)] = ""
-    pause: PauseMode = "abort"
+    pause: PauseMode = "retract"
     backend: Backend = "tcp"
     hold: StrictBool = False
     non_finite: NonFiniteMode = "refuse"
@@ -127,8 +128,8 @@ class PairOptions(Record):
     unless all have it. `bucket_bytes` is the most memory that a rank takes beside its parameters to pack and unpack,
     for all instances together. `verify` is how much of each update is digested.
 
-    With a `topology` ranks pass on what other ranks of their instance receive alike, where its cost model finds that
-    faster. Its `between_instances` is not used, because instances share no communicator.
+    With a `topology` ranks forward the weights that they share with others of their instance, where its cost model
+    finds that faster. Its `between_instances` is not used, because instances share no communicator.
     """
 
     trainer_world: Ranks
@@ -219,7 +220,7 @@ class Order:
             raise WireError(
                 f"the gateway gives an order that this version does not know ({error}); run the same version of "
                 "weightcast on both sides"
-            ) from error
+            ) from None
 
     def ends_update(self, version: Version | None = None) -> bool:
         """True for the last order of an update: of any, or of the one to `version`."""

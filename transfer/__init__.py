@@ -16,5 +16,6 @@ It knows no engine and no HTTP. The folders follow the way from layouts to prove
 - `digest`: digests of boxes, independent of how a tensor is cut
 - `deadline`: `Deadline`, the moment after which a wait ends
 - `documents`: records that are read from JSON and TOML by their schema, and a check for duplicate keys
+- `installed`: check for packages that only some commands and classes need
 - `errors`: tree of all exceptions that weightcast raises
 """

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from weightcast.transfer.layout.placement import RankPlacement
+
 __all__ = ["FsdpSource"]
 
 
@@ -89,6 +91,10 @@ class FsdpSource:
                     for offset, view in _regions(part, shard):
                         builder.add(part.tensor, part.shape, offset, view)
         return builder.build(notes=LayoutNotes(parameter_bytes=parameter_bytes, left_out=tuple(left_out)))
+
+    def placement(self) -> RankPlacement | None:
+        """None: experts of a module stay where they are. With it a source is a sink of an engine of your own."""
+        return None
 
     def _name(self, shapes: dict[str, tuple[int, ...]]) -> None:
         # Following the conversion of a large model takes seconds, and its result depends on the shapes alone.

@@ -76,11 +76,11 @@ class SGLangMemory:
         try:
             response = self._client.post(path, json=body)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineError(f"instance {self.name}: {path} was not asked: {error}; is the server up?") from error
+            raise EngineError(f"instance {self.name}: {path} was not asked: {error}; is the server up?") from None
         except httpx.HTTPError as error:
             raise UncertainError(
                 f"instance {self.name}: {path} was asked, but not answered: {type(error).__name__} {error}"
-            ) from error
+            ) from None
         if response.status_code != httpx.codes.OK:
             text = " ".join(response.text.split())[:500]
             raise EngineError(f"instance {self.name}: {path} answered {response.status_code}: {text}")

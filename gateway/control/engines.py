@@ -109,7 +109,7 @@ class SGLangDriver(EngineDriver):
             raise EngineError(
                 f"instance {self._instance}: POST {self._spec.url}{path} failed: "
                 f"{one_line(f'{type(error).__name__} {error}')}; is the server up?"
-            ) from error
+            ) from None
         # SGLang tells success by status and by a field, and either one may tell a failure alone. An answer that is no
         # JSON comes from something in front of it.
         try:

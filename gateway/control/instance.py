@@ -542,8 +542,11 @@ def check_rank(who: str, rank: int, world: int, pair: str) -> None:
 
 def check_report(who: str, rank: int, world: int, report: RankReport, pair: str) -> None:
     """Raises InputError for a report of another rank, or of another number of ranks."""
-    if report.rank != rank or report.world_size != world:
+    if report.world_size != world:
+        setting = "trainer_world" if who == "trainer" else "world_size in the instance's record"
         raise InputError(
-            f"{who} rank {rank}: the report says rank {report.rank} of {report.world_size}, "
-            f"expected {rank} of {world} in pair {pair}"
+            f"{who} rank {rank} has world_size={report.world_size}, but pair {pair} has {setting} {world}: "
+            "make them equal"
         )
+    if report.rank != rank:
+        raise InputError(f"{who} rank {rank}: the report is that of rank {report.rank}")

@@ -31,8 +31,10 @@ from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.documents import whole_number
 from weightcast.transfer.errors import (
     AbsentError,
+    ControlError,
     DisplacedError,
     PairStateError,
     StalePlanError,
@@ -41,7 +43,8 @@ from weightcast.transfer.errors import (
 )
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
-from weightcast.transfer.protocols import Settles, Sink
+from weightcast.transfer.protocols import Settles, Sink, check_sink, layout_of
+from weightcast.transfer.transports.choose import check_backend
 
 __all__ = ["InstanceWorker", "MemoryRecord"]
 
@@ -92,13 +95,15 @@ class InstanceWorker:
         deadline: float | None = None,
         memory: MemoryRecord | None = None,
     ) -> None:
+        check_sink(sink)
+        check_backend(backend)
         self._url, self._token = url, token
         self.memory = memory or MemoryRecord()
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage, identity=self.memory.identity)
         self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
-        self._rank, self._world = rank, world_size
+        self._rank, self._world = whole_number("rank", rank), whole_number("world_size", world_size)
         self._who = f"{instance} rank {rank}"
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
@@ -106,12 +111,12 @@ class InstanceWorker:
         self._joining: Joining | None = None
         self._digests = PartDigests()
         self._run: Run | None = None
-        self._given_up = self._quiet = False
+        self._given_up = self._quiet = self._closed = False
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = self._uid = ""
         self._ahead: Orders | None = None
-        self._absent = False
+        self._absent = ""
         self._displaced: DisplacedError | None = None
         self._target: Version | None = None
 
@@ -142,6 +147,7 @@ class InstanceWorker:
 
     def connect(self, epoch: int) -> None:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
+        self._check_open()
         self.disconnect()
         self._epoch = epoch
         with self._telling():
@@ -151,7 +157,7 @@ class InstanceWorker:
 
     def _register(self, epoch: int) -> None:
         self._live()
-        self._layout = self._sink.describe()
+        self._layout = layout_of(self._sink)
         report = report_of(self._layout, self._rank, self._world)
         memory = self.memory
         committed, self._uid = self._client.register_instance(
@@ -304,18 +310,17 @@ class InstanceWorker:
         while something is under way. Returns the number of the version that was committed, None when none was; `stamp`
         tells its lineage too.
 
-        A pair that is deleted, or that the instance has left, is logged once and waited for; then it returns None.
+        A pair that is not there, or that has no such instance, is logged once and waited for; then it returns None.
         Raises TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like
         that. Raises DisplacedError, for good, when another process has taken the place of this one.
         """
+        self._check_open()
         deadline = time.monotonic() + wait
         try:
             while True:
                 try:
                     return self._serve(deadline)
                 except AbsentError as error:
-                    if self._cursor is None:
-                        raise  # nobody knows yet if there is such a pair
                     self._say_absent(error)
                 if time.monotonic() >= deadline:
                     return None
@@ -337,7 +342,7 @@ class InstanceWorker:
         while True:
             patience = POLL if busy else max(0.0, until - time.monotonic())
             answer = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
-            self._ahead, self._absent = None, False
+            self._ahead, self._absent = None, ""
             if answer.boot != self._boot:
                 return self._meet_again(answer.boot)
             for number, order in enumerate(answer.orders, answer.given - len(answer.orders)):
@@ -352,11 +357,11 @@ class InstanceWorker:
                 return None
 
     def _say_absent(self, error: AbsentError) -> None:
-        if not self._absent:
-            self._absent = True
+        if str(error) != self._absent:  # once, and again when there are other pairs: the name may be misspelt
+            self._absent = str(error)
             self.disconnect()
-            text = f"keeps version {self.stamp} and waits for pair {self._pair} to be created again"
-            log.warning("%s: %s; this rank %s", self._who, error, text)
+            state = "no version" if self.version is None else f"version {self.stamp}"
+            log.warning("%s: %s; holds %s and waits for pair %s to have it", self._who, error, state, self._pair)
 
     def _first_order(self) -> int:
         """Number of the first order for this worker, behind those that an earlier one has followed."""
@@ -450,12 +455,17 @@ class InstanceWorker:
             joining.abandon()
 
     def close(self) -> None:
-        """Leaves the communicator and the gateway."""
+        """Leaves the communicator and the gateway, for good."""
+        self._closed = True
         self.disconnect()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
         self._client.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ControlError(f"{self._who}: this InstanceWorker was closed; make a new one")
 
     def _seat(self, epoch: int | None = None) -> Seat:
         """Place of this rank in an epoch, the present one unless given."""

@@ -25,13 +25,22 @@ from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
 from weightcast.transfer.colocated.host_memory import share_memory
-from weightcast.transfer.colocated.offers import Share
+from weightcast.transfer.colocated.offers import Share, check_share
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import PairStateError, StalePlanError, TransferError, UpdateError, WeightcastError
+from weightcast.transfer.documents import whole_number
+from weightcast.transfer.errors import (
+    ControlError,
+    PairStateError,
+    StalePlanError,
+    TransferError,
+    UpdateError,
+    WeightcastError,
+)
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.verification import Verify
-from weightcast.transfer.protocols import Source
+from weightcast.transfer.protocols import Source, check_source, layout_of
+from weightcast.transfer.transports.choose import check_backend
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -83,19 +92,22 @@ class TrainerWorker:
         share: Share = None,
         takeover: bool = False,
     ) -> None:
+        check_source(source)
+        check_share(share)
+        check_backend(backend)
         self._url, self._token = url, token
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage)
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
         self._source, self._share = source, share
-        self._rank, self._world = rank, world_size
+        self._rank, self._world = whole_number("rank", rank), whole_number("world_size", world_size)
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
         self._members: dict[str, Member] = {}
         self._joining: dict[str, Joining] = {}
         self._running: dict[str, Run] = {}
-        self._given_up = False
+        self._given_up = self._closed = False
         self._digests = SharedDigests()
         self._takeover = takeover
         # One process to the gateway, whose connects are numbered.
@@ -130,7 +142,7 @@ class TrainerWorker:
         )
 
     def _describe(self) -> RankLayout:
-        layout = self._source.describe()
+        layout = layout_of(self._source)
         return share_memory(layout) if self._share == "in_place" else layout
 
     def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
@@ -161,6 +173,7 @@ class TrainerWorker:
         PairStateError when another rank started anew and all have to connect again. Raises UpdateError naming each
         instance that did not commit and why, TransferError when the gateway did not answer for the setting `outage`.
         """
+        version = whole_number("version", version)
         self._begin()
         layout = self._describe()
         if self._layout is None:
@@ -206,6 +219,8 @@ class TrainerWorker:
         return UpdateResult(version.number, str(version), instances, reports)
 
     def _begin(self) -> None:
+        if self._closed:
+            raise ControlError(f"trainer rank {self._rank}: this TrainerWorker was closed; make a new one and connect")
         self._client.begin()
         self._given_up = False
 
@@ -219,7 +234,8 @@ class TrainerWorker:
             run.call_off()
 
     def close(self) -> None:
-        """Leaves all communicators and the gateway."""
+        """Leaves all communicators and the gateway, for good."""
+        self._closed = True
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None

@@ -77,8 +77,9 @@ class Guard:
         self._throttle.right(address, port)
         needed = self._needs(scope)
         if access < needed:
-            message = f"this needs a token of scope {needed.name.lower()}; the one given has scope "
-            return 403, "AuthorizationError", message + access.name.lower()
+            wanted, found = needed.name.lower(), access.name.lower()
+            message = f"this needs a token of scope {wanted}; the one given has scope {found}"
+            return 403, "AuthorizationError", f"{message}; set WEIGHTCAST_TOKEN to the gateway's {wanted} token"
         return None
 
     def _size(self, headers: dict[bytes, bytes]) -> _Refusal | None:

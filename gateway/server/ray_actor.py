@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from weightcast.gateway.client import TOKEN_VARIABLE
-from weightcast.gateway.ray_address import _START, NAME, NAMESPACE, find_actor
-from weightcast.transfer.errors import ControlError
+from weightcast.gateway.ray_address import _START, NAME, NAMESPACE, find_actor, import_ray
+from weightcast.transfer.errors import ControlError, InputError
 
 __all__ = ["WORKER_VARIABLE", "start_gateway", "stop_gateway", "worker_token"]
 
@@ -123,11 +123,15 @@ def start_gateway(
     `worker_token` unless given. With a
     `state` file on storage that every node sees Ray starts it again wherever it died and nothing committed is lost.
     `detached` actors outlive the program that started them. `options` are Ray's, as resources or a placement group.
-    Raises ControlError if there is such an actor, or if it does not serve.
+    Raises ControlError if there is such an actor, or if it does not serve, InputError for bad tokens and without Ray.
     """
-    import ray
+    from weightcast.gateway.server.tokens import VARIABLES, Tokens
 
-    given = tokens or {"operator": os.environ.get(TOKEN_VARIABLE, "")}
+    ray = import_ray()
+    given = {"operator": os.environ.get(TOKEN_VARIABLE, ""), **(tokens or {})}
+    if unknown_scopes := given.keys() - VARIABLES:
+        raise InputError(f"tokens has {min(unknown_scopes)!r}, expected {', '.join(VARIABLES)}")
+    Tokens(**given)  # before another one is made from the operator's
     given = {"worker": worker_token(given["operator"]), **given}
     if find_actor(name) is not None:
         raise ControlError(f"there is a Ray actor {name!r} in namespace {NAMESPACE!r} already; stop it first")
@@ -152,8 +156,7 @@ def start_gateway(
 
 def stop_gateway(name: str = NAME) -> bool:
     """Ends the actor for good; False if there is none. Returns when its name is free."""
-    import ray
-
+    ray = import_ray()
     handle = find_actor(name)
     if handle is None:
         return False

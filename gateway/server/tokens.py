@@ -8,9 +8,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
+from weightcast.gateway.client import TOKEN_VARIABLE, check_token
 from weightcast.transfer.errors import InputError
 
-__all__ = ["Access", "Throttle", "Tokens", "make_token"]
+__all__ = ["VARIABLES", "Access", "Throttle", "Tokens", "make_token"]
+
+VARIABLES = {"operator": TOKEN_VARIABLE, "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
+"""The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
 
 MIN_TOKEN = 16
 MAX_ADDRESSES = 10_000
@@ -47,13 +51,16 @@ class Tokens:
     def __post_init__(self) -> None:
         tokens = [(field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name)]
         for name, token in tokens:
+            check_token(token, f"scope {name} ({VARIABLES[name]})")
             if len(token) < MIN_TOKEN:
                 raise InputError(
-                    f"the {name} token is shorter than {MIN_TOKEN} characters; "
-                    "choose a longer one or let the gateway make one"
+                    f"the {name} token is shorter than {MIN_TOKEN} characters; set {VARIABLES[name]} to a longer "
+                    "one, or let the gateway make one"
                 )
         if not self.operator:
-            raise InputError("there is no operator token; choose one or let the gateway make one")
+            raise InputError(
+                f"there is no operator token; set {TOKEN_VARIABLE} to one of {MIN_TOKEN} characters or more"
+            )
         if len({token for _, token in tokens}) < len(tokens):
             raise InputError("two scopes have the same token; choose another for one of them")
 

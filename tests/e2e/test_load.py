@@ -40,9 +40,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def _serve(url: str, pair: str, sink: PlainSink, served: list[int]) -> None:
     """An engine that waits for its pair, and serves one version."""
-    with GatewayClient(url) as client:
-        while pair not in [known["pair"] for known in client.status()]:
-            pass
     worker = InstanceWorker(url, pair, "rollout-0", sink, rank=0, world_size=1)
     try:
         while not served:

@@ -18,6 +18,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks.instance import InstanceWorker, MemoryRecord
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.protocols import Sink
 
 __all__ = ["ENGINE", "ONE", "SIZE", "Engine", "Link", "create", "cut_link", "soon", "trainer"]
 
@@ -29,7 +30,8 @@ ONE = {ENGINE: {"kind": "worker", "world_size": 1}}
 class Engine:
     """An own engine of one rank: a loop that does nothing but `serve`. `said` are the errors that it raised.
 
-    With `memory` and `weights` of an earlier one it is the same process with another worker.
+    With `memory` and `weights` of an earlier one it is the same process with another worker. Its sink is one of
+    `weights` unless given.
     """
 
     def __init__(
@@ -41,10 +43,13 @@ class Engine:
         wait: float = 0.05,
         memory: MemoryRecord | None = None,
         weights: torch.Tensor | None = None,
+        sink: Sink | None = None,
     ) -> None:
         self.weights = torch.full((SIZE,), float("nan")) if weights is None else weights
-        sink = PlainSink([Piece("t", (SIZE,), (0,), self.weights)])
-        self.worker = InstanceWorker(url, pair, name, sink, rank=0, world_size=1, token=token, memory=memory)
+        own_sink = PlainSink([Piece("t", (SIZE,), (0,), self.weights)])
+        self.worker = InstanceWorker(
+            url, pair, name, sink or own_sink, rank=0, world_size=1, token=token, memory=memory
+        )
         self.served: list[int] = []
         self.said: list[WeightcastError] = []
         self._wait, self._end = wait, threading.Event()

@@ -123,7 +123,7 @@ def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path
         store = opened(file)
         ((spec, instances),) = store.load()
         assert (spec.name, spec.trainer_world, spec.settings.offer, spec.topology) == ("main", 2, 30.0, Topology(400))
-        worker = EngineSpec(kind="worker", world_size=2)
+        worker = EngineSpec(kind="worker", world_size=2, pause="abort")  # the default then, which it keeps
         identities = {0: "8b2d69cd0f3c4d8680d32952f4e5b360", 1: "6d34dec14ccf4accac57b48706e6afd7"}
         assert instances[0] == SavedInstance("main", A, worker, first(1), False, 1, False, False, identities)
         assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, first(2), False)

@@ -25,7 +25,7 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.gateway.control.instance import Holding
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.gateway.versions import Version
-from weightcast.transfer.errors import AbsentError, DisplacedError, VersionError
+from weightcast.transfer.errors import DisplacedError, VersionError
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_engines_hear_of_a_pair_that_is_created_again(undo: ExitStack, caplog: p
     before.close()
     with GatewayClient(url, token) as client:
         client.delete_pair("main")
-    soon(lambda: "waits for pair main to be created again" in caplog.text)
+    soon(lambda: "there is no pair 'main'; there are none; holds version 2 and waits for pair main" in caplog.text)
     assert engine.state == (2, False), "it goes on with what it has"
     create(url, token, register=15.0)
     soon(lambda: "the pair created again" in caplog.text)
@@ -156,14 +156,6 @@ def test_who_waits_for_orders_of_an_instance_is_woken_when_it_joins_again(undo: 
         client.leave_instance("main", "other")
     training.update(2)
     assert engine.served == [1, 2] or engine.state == (2, False)
-
-
-def test_a_pair_that_never_was_is_an_error(undo: ExitStack) -> None:
-    url, token = undo.enter_context(running_gateway())
-    engine = engine_on(undo, url, token)
-    soon(lambda: engine.said)
-    assert isinstance(engine.said[0], AbsentError)
-    assert str(engine.said[0]) == "there is no pair 'main'; there are none"
 
 
 @contextmanager
