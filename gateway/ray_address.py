@@ -8,7 +8,17 @@ import httpx
 
 from weightcast.transfer.errors import ControlError, InputError
 
-__all__ = ["NAME", "NAMESPACE", "SCHEME", "RayTransport", "actor_name", "find_actor", "gateway_url", "http_address"]
+__all__ = [
+    "NAME",
+    "NAMESPACE",
+    "SCHEME",
+    "RayTransport",
+    "actor_name",
+    "find_actor",
+    "gateway_url",
+    "http_address",
+    "node_address",
+]
 
 NAME = "weightcast"
 """Name of the gateway's actor unless told otherwise."""
@@ -60,6 +70,13 @@ def gateway_url(name: str = NAME) -> str:
 def http_address(url: str) -> str:
     """The HTTP address of a gateway; for `ray://NAME` the present one of its actor."""
     return gateway_url(actor_name(url)) if url.startswith(f"{SCHEME}://") else url
+
+
+def node_address() -> str:
+    """The IP address of this process's Ray node."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 class RayTransport(httpx.BaseTransport):

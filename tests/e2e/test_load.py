@@ -18,9 +18,9 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ranks.instance import InstanceWorker
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[str, str]]:
-    with running_gateway() as found:
+@pytest.fixture(scope="module", params=["127.0.0.1", "::1"])
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    with running_gateway(host=request.param) as found:
         yield found
 
 
