@@ -10,6 +10,7 @@ import far_ranks
 import pair_workers
 import pytest
 from gateway_support import running_gateway
+from loopback_support import LOOPBACKS
 from spawn_support import run_ranks
 
 from weightcast.cli import main
@@ -41,6 +42,7 @@ def roles_of(versions: list[int], backend: str = "tcp", **plays: Any) -> list[tu
     ]
 
 
+@pytest.mark.ipv6
 @pytest.mark.parametrize("backend", ["tcp", "gloo"])
 def test_a_pair_at_ipv6_loopback(gateway: str, backend: str, capsys: pytest.CaptureFixture[str]) -> None:
     pair_workers.create(gateway, backend, {"rollout-0": 2})
@@ -52,7 +54,7 @@ def test_a_pair_at_ipv6_loopback(gateway: str, backend: str, capsys: pytest.Capt
     assert pairs[backend]["instances"]["rollout-0"]["version"] == 2
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACKS)
 def test_a_rank_is_at_its_end_of_the_connection_to_the_gateway(host: str) -> None:
     with running_gateway(host=host) as (url, token), GatewayClient(url, token) as client:
         assert client.local_address == ""
@@ -66,6 +68,7 @@ def test_a_rank_is_at_its_end_of_the_connection_to_the_gateway(host: str) -> Non
         assert place_of(client, "[fd00::7]").address == "fd00::7"
 
 
+@pytest.mark.ipv6
 @pytest.mark.parametrize("far_rank", [0, 3])
 def test_loopback_is_refused_at_connect_where_a_peer_is_on_another_host(gateway: str, far_rank: int) -> None:
     """It was 120 s of silence, and then a deadline that named who did not join."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from gateway_support import running_gateway
 from layout_support import TINY, moe_report
+from loopback_support import LOOPBACKS
 from spawn_support import free_port
 
 from weightcast.cli import main
@@ -284,7 +285,7 @@ def run_gateway(*arguments: str, **environment: str) -> Said:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACKS)
 def test_a_port_in_use(host: str, options: tuple[str, ...]) -> None:
     """Neither address nor token is printed for a gateway that does not listen."""
     with listen(host) as listener:
@@ -294,7 +295,7 @@ def test_a_port_in_use(host: str, options: tuple[str, ...]) -> None:
     one_line(said, ControlError.exit_status, f"weightcast gateway: {text}")
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+@pytest.mark.parametrize("host", ["192.0.2.1", pytest.param("2001:db8::1", marks=pytest.mark.ipv6)])
 def test_a_host_that_is_not_ours(say: Callable[..., Said], host: str) -> None:
     text = f"cannot listen on {host_port(host, 8900)}: {host} is no address of this machine; give one that is"
     one_line(say("gateway", "--host", host, "--port", "8900"), 4, text)

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import trustme
 from gateway_support import running_gateway
+from loopback_support import LOOPBACKS
 from spawn_support import free_port
 from starlette.testclient import TestClient
 
@@ -295,7 +296,7 @@ def test_tokens_of_each_scope_come_from_the_environment() -> None:
     assert not any(token.encode() in said for token in variables.values()), "a given token is not repeated"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", LOOPBACKS)
 def test_an_address_that_a_guesser_forwards_is_not_the_one_that_is_throttled(host: str) -> None:
     alone = httpx.Limits(max_keepalive_connections=0)  # a connection each, and no certificates read for each
     with running_gateway(host=host) as (url, _), httpx.Client(trust_env=False, limits=alone) as client:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from executor_workers import give_a_stopped_peer_up, lose_a_peer, share_a_process
 from group_support import join_all, together
+from loopback_support import LOOPBACKS
 from spawn_support import free_port, run_ranks
 
 from weightcast.transfer.deadline import Deadline
@@ -28,7 +29,7 @@ def soon(seconds: float = 60.0) -> Deadline:
 
 
 @each_backend
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("address", LOOPBACKS)
 def test_messages_match_in_order_between_all_pairs(backend: str, address: str) -> None:
     groups = join_all(LABELS, backend=backend, address=address)
 
