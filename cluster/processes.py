@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,14 +13,14 @@ from pathlib import Path
 import httpx
 
 from weightcast.transfer.errors import EngineError
+from weightcast.transfer.transports.addresses import listen
 
 __all__ = ["end_process", "free_port", "running", "start_process", "tail", "wait_up"]
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free now on an address of this host; on all of them for ""."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
+    """A TCP port that is free now on an address of this host; on all of them for 0.0.0.0 or ::."""
+    with listen(address) as probe:
         return int(probe.getsockname()[1])
 
 

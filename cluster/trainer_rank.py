@@ -11,6 +11,7 @@ from weightcast.cluster.spec import ClusterSpec, TrainerSpec
 from weightcast.gateway.ranks.trainer import TrainerWorker, UpdateResult
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.protocols import Source
+from weightcast.transfer.transports.addresses import split_host_port
 
 __all__ = ["serve"]
 
@@ -24,8 +25,8 @@ def serve(place: RankPlace, spec: ClusterSpec, mail: Mail) -> None:
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment when the entry is called, as torchrun has them.
     """
     rank, world = place.rank, spec.trainer.ranks
-    host, _, port = place.rendezvous.rpartition(":")
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": port}
+    host, port = split_host_port(place.rendezvous)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     source = _source(spec.trainer, rank)
     worker = TrainerWorker(
         spec.gateway_url,

@@ -14,6 +14,7 @@ from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.ranks.trainer import UpdateResult
 from weightcast.gateway.ray_address import find_actor
 from weightcast.transfer.errors import ControlError, EngineError
+from weightcast.transfer.transports.addresses import host_port
 
 __all__ = ["begin", "give_back", "heard", "kept_spec", "start_trainer", "update"]
 
@@ -96,7 +97,7 @@ def begin(actors: list[Any], seconds: float, function: str, *arguments: object) 
     """Runs `module:name` on every rank, with its place, the arguments and a Mail, and returns at once."""
     futures = [actor.address.remote() for actor in actors]
     addresses = [answered(future, f"trainer rank {rank}", seconds) for rank, future in enumerate(futures)]
-    rendezvous = f"{addresses[0]}:{answered(actors[0].free_port.remote(), 'trainer rank 0', seconds)}"
+    rendezvous = host_port(addresses[0], answered(actors[0].free_port.remote(), "trainer rank 0", seconds))
     for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
         call = actor.begin.remote(function, RankPlace(rank, address, rendezvous), *arguments)
         answered(call, f"trainer rank {rank}", seconds)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from weightcast.commands.options import Commands
 from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, MegatronConfig, ServerConfig, VersionOutcome
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.transports.addresses import bare
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -27,7 +28,7 @@ __all__ = ["Reminder", "add"]
 _REMINDED = 10.0
 """Seconds after which a step that takes long is shown again."""
 
-_OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "share")
+_OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "host", "share")
 """Options that the settings of the demo have by the same names."""
 
 
@@ -77,6 +78,7 @@ def add(commands: Commands) -> None:
         help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer, and the "
         "trainer's weights are offloaded while they generate (staged)",
     )
+    parser.add_argument("--host", type=bare, default="127.0.0.1", help="address of this machine to use (127.0.0.1)")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=_run)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import logging
 import os
-import socket
 import ssl
 import sys
 from contextlib import suppress
@@ -15,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcast.commands.options import Commands
+from weightcast.gateway.addresses import advertised, http_url
 from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.transports.addresses import bare, is_loopback, is_unspecified, listen
 
 if TYPE_CHECKING:
     from weightcast.gateway.server.tokens import Tokens
@@ -26,10 +26,13 @@ __all__ = ["add"]
 def add(commands: Commands) -> None:
     """Adds the parser of `weightcast gateway`."""
     parser = commands.add_parser("gateway", help="serve the control plane over HTTP")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; loopback unless told otherwise")
+    parser.add_argument("--host", type=bare, default="127.0.0.1", help="address to bind, IPv4 or IPv6 (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8900)
     parser.add_argument(
-        "--advertise", default="", metavar="HOST", help="address at which engines reach this gateway, if not --host"
+        "--advertise",
+        default="",
+        metavar="HOST",
+        help="HOST, HOST:PORT or URL at which engines reach this gateway, if not --host; 0.0.0.0 and :: need one",
     )
     parser.add_argument(
         "--state", type=Path, metavar="FILE", help="remember pairs, versions and fences there over a restart"
@@ -51,18 +54,17 @@ def _run(arguments: argparse.Namespace) -> None:
     if not 0 < arguments.port < 65536:
         raise InputError(f"port {arguments.port} is not in 1..65535")
     _check_certificate(arguments.tls_cert, arguments.tls_key)
+    host, scheme = arguments.host, "https" if arguments.tls_cert else "http"
+    endpoint = advertised(arguments.advertise, host, arguments.port, scheme)
     tokens, new_tokens = _tokens()
     set_up(arguments.log or ("text" if sys.stderr.isatty() else "json"))
     store = Store(arguments.state)
     store.open()
-    app = make_app(Gateway(arguments.advertise or arguments.host, arguments.port, store), tokens)
-    url = f"http{'s' if arguments.tls_cert else ''}://{arguments.host}:{arguments.port}"
+    app = make_app(Gateway(*endpoint, store), tokens)
     server = make_server(app, arguments.tls_cert, arguments.tls_key)
-    try:
-        listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
-    except OSError as error:
-        raise ControlError(f"cannot listen on {url}: {error.strerror}; choose another --port") from None
-    if not arguments.tls_cert and not _is_loopback(listener):
+    listener = listen(host, arguments.port)
+    url = http_url(*endpoint) if is_unspecified(host) else http_url(f"{scheme}://{host}", arguments.port)
+    if not arguments.tls_cert and not is_loopback(str(listener.getsockname()[0])):
         logging.getLogger("weightcast.gateway").warning(
             "%s is not loopback and not encrypted: tokens can be read on the way; use --tls-cert", url
         )
@@ -106,7 +108,3 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         raise InputError(f"cannot use certificate {certificate}: {error}") from None
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(str(listener.getsockname()[0])).is_loopback

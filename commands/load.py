@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="speeds of links as for 'weightcast plan --simulate': ranks of an engine forward weights that they share",
     )
-    parser.add_argument("--address", default="127.0.0.1", help="where engines reach this process (127.0.0.1)")
+    parser.add_argument("--address", help="where engines reach this process (its end of the gateway's connection)")
     add_gateway_option(parser)
     parser.set_defaults(run=_run)
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weightcast.gateway.addresses import transport_to, trusted
+from weightcast.gateway.addresses import UNKNOWN, Place, transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
+from weightcast.gateway.ray_address import SCHEME, node_address
 from weightcast.gateway.records import Order
 from weightcast.gateway.versions import Version
 from weightcast.transfer.documents import as_json
@@ -36,6 +37,7 @@ from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.operations import RankPart
 from weightcast.transfer.planner.topology import Topology
+from weightcast.transfer.transports.addresses import numeric
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -131,6 +133,7 @@ class GatewayClient:
         self.url = url.rstrip("/")
         self.outage, self._timeout, self._reached = outage, timeout, False
         self._lost: float | None = None
+        self._local_address = ""
         self.incarnation: Incarnation | None = None
         self._client = httpx.Client(
             base_url=self.url,
@@ -139,6 +142,7 @@ class GatewayClient:
             trust_env=False,
             transport=transport,
             verify=transport is not None or trusted(self.url),
+            event_hooks={"response": [self._note_address]},
         )
 
     def __enter__(self) -> GatewayClient:
@@ -155,6 +159,19 @@ class GatewayClient:
     def lost(self) -> bool:
         """True if the last request got no answer."""
         return self._lost is not None
+
+    @property
+    def local_address(self) -> str:
+        """This process's address: that of its Ray node for `ray://`, else its end of the connection to the gateway.
+
+        Empty until the gateway has answered.
+        """
+        return node_address() if self.url.startswith(f"{SCHEME}://") else self._local_address
+
+    def _note_address(self, response: httpx.Response) -> None:
+        stream = response.extensions.get("network_stream")
+        if stream is not None:
+            self._local_address = numeric(str(stream.get_extra_info("client_addr")[0]))
 
     def begin(self) -> None:
         """Starts the seconds of `outage` anew, also for a gateway that was lost before."""
@@ -325,17 +342,25 @@ class GatewayClient:
     # Single ranks
 
     def register_trainer(
-        self, pair: str, report: RankReport, start: str = "", *, resumes: bool = False, takeover: bool = False
+        self,
+        pair: str,
+        report: RankReport,
+        start: str = "",
+        *,
+        resumes: bool = False,
+        takeover: bool = False,
+        place: Place = UNKNOWN,
     ) -> Registered:
         """Registers a trainer rank; from then on its incarnation is that of this client.
 
-        `start`, `resumes` and `takeover` are those of `Pair.register_trainer`. Without `start` every call is another
-        start.
+        `start`, `resumes`, `takeover` and `place` are those of `Pair.register_trainer`. Without `start` every call is
+        another start.
         """
         path, start = f"/pairs/{pair}/trainer/{report.rank}/report", start or uuid.uuid4().hex
         params: dict[str, Any] = {"start": start, "pid": os.getpid(), "resumes": resumes, "takeover": takeover}
         if self.incarnation is not None:
             params["was"] = self.incarnation.generation
+        params |= {"address": place.address, "network": place.network}
         answer = self._send(path, params, wire.encode_report(report))
         registered = Registered(int(answer["generation"]), int(answer["first_order"]), str(answer["boot"]))
         self.incarnation = Incarnation(report.rank, registered.generation, registered.boot, start)
@@ -350,13 +375,15 @@ class GatewayClient:
         of: str = "",
         uncommitted: bool = False,
         followed: int = 0,
+        place: Place = UNKNOWN,
     ) -> tuple[bool, str]:
         """Registers a rank of an instance for one epoch, with its account of its memory: see `Holding`. `followed` is
-        the generation of the trainer that has written that memory last.
+        the generation of the trainer that has written that memory last, `place` is where the rank is.
 
         Returns True if the rank holds the committed version, and the uid of the pair.
         """
         params: dict[str, Any] = {"of": of, "uncommitted": uncommitted, "followed": followed}
+        params |= {"address": place.address, "network": place.network}
         if verified is not None:
             params["verified"] = str(verified)
         answer = self._send(f"{seat.epoch_path}/ranks/{seat.rank}/report", params, wire.encode_report(report))

@@ -19,6 +19,7 @@ __all__ = [
     "gateway_url",
     "http_address",
     "import_ray",
+    "node_address",
 ]
 
 NAME = "weightcast"
@@ -77,6 +78,13 @@ def gateway_url(name: str = NAME) -> str:
 def http_address(url: str) -> str:
     """The HTTP address of a gateway; for `ray://NAME` the present one of its actor."""
     return gateway_url(actor_name(url)) if url.startswith(f"{SCHEME}://") else url
+
+
+def node_address() -> str:
+    """The IP address of this process's Ray node."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 class RayTransport(httpx.BaseTransport):

@@ -41,19 +41,17 @@ from weightcast.adapters.sglang.caches import (
 from weightcast.adapters.sglang.ray_actors import load_in_actors
 from weightcast.adapters.sglang.session import CONNECTING, Described, Member, Session, Thread
 from weightcast.adapters.sglang.sink import SglangSink, refuse_guarded
-from weightcast.gateway.addresses import CA_VARIABLE
+from weightcast.gateway.addresses import ADDRESS_VARIABLE, CA_VARIABLE, http_url
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.records import PauseMode
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError, StalePlanError
 
-__all__ = ["ADDRESS_VARIABLE", "GATEWAY_VARIABLE", "register"]
+__all__ = ["GATEWAY_VARIABLE", "register"]
 
 log = logging.getLogger("weightcast.sglang")
 
 GATEWAY_VARIABLE = "WEIGHTCAST_GATEWAY"
 """Environment variable with the gateway's URL, for servers that do not reach it by the address in the request."""
-ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
-"""Environment variable with the address on which this engine's ranks can be reached by the trainer's."""
 
 PREFIX = "weightcast/"
 LOAD_FORMAT = "weightcast"
@@ -134,7 +132,7 @@ def _connect(manager: Any, request: Any) -> str:
         raise PairStateError(f"the connect of {group} was given up; another has taken its place")
     _session.calls.append(request.group_name)
     runner = manager.tp_worker.model_runner
-    url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
+    url = os.environ.get(GATEWAY_VARIABLE) or http_url(request.master_address, request.master_port)
     rank, world = _rank_of()
     if world != request.world_size:
         raise InputError(
@@ -151,7 +149,7 @@ def _connect(manager: Any, request: Any) -> str:
         rank=rank,
         world_size=world,
         backend=request.backend,
-        address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+        address=os.environ.get(ADDRESS_VARIABLE),
         memory=_session.memory,
     )
     member = Member(request.group_name, group, pause, worker, Thread(str(runner.device), int(runner.gpu_id)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from weightcast.gateway.addresses import UNKNOWN, Place, check_reachable
 from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
@@ -18,7 +19,7 @@ from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout, TrainerLayout, merge_instance, merge_trainer
 from weightcast.gateway.records import Action, Order
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
+from weightcast.transfer.errors import AddressError, ControlError, PairStateError, WeightcastError
 from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import Hosts
@@ -154,9 +155,28 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     checks = DigestCheck(plan)
     for name in layouts:
         instance = pair.instances[name]
+        try:
+            check_reachable(name, _places(pair, instance, parts))
+        except AddressError as error:
+            _connect_failed(pair, instance, error)
+            continue
         instance.parts, instance.checks = parts, checks
         instance.on(Event.PLAN)
         pair.give(instance, Order(Action.JOIN, instance.record.epoch))
+
+
+def _places(pair: Pair, instance: Instance, parts: PlanParts) -> dict[str, Place]:
+    """Places of the members of an instance's communicator, with the addresses at which others have to reach them.
+
+    All reach the first, where they meet. NCCL finds the addresses of the others by itself.
+    """
+    senders = parts.trainer_ranks(instance.name)
+    places = {f"trainer rank {rank}": pair.trainer_places.get(rank, UNKNOWN) for rank in senders}
+    places |= {f"{instance.name} rank {rank}": place for rank, place in sorted(instance.places.items())}
+    if instance.spec.backend == "nccl":
+        for member in tuple(places)[1:]:
+            places[member] = places[member]._replace(address="")
+    return places
 
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:

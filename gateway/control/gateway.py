@@ -30,7 +30,7 @@ LISTEN_SECONDS = 0.5
 
 
 class Gateway:
-    """The pairs of one gateway process. `host` and `port` are where engines reach it.
+    """The pairs of one gateway process. `host`, as `http_url` takes it, and `port` are where engines reach it.
 
     Pairs of an earlier life are read from `store`. Raises ControlError for a damaged state file.
     """

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from weightcast.gateway.addresses import UNKNOWN, Place
 from weightcast.gateway.control.engines import make_driver
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance, check_version
 from weightcast.gateway.control.store import SavedInstance, Store
@@ -126,6 +127,7 @@ class Instance(Party):
     def clear_epoch(self) -> None:
         """Forgets what belongs to one epoch: reports, plan, rendezvous and joined members."""
         self.reports: dict[int, RankReport] = {}
+        self.places: dict[int, Place] = {}
         self.parts: PlanParts | None = None
         self.checks: DigestCheck | None = None
         self.meeting: tuple[str, int] | None = None
@@ -329,7 +331,13 @@ class Instance(Party):
         self.store.save_soon(self.saved())
 
     async def register(
-        self, epoch: int, rank: int, report: RankReport, identity: str = "", holds: Holding | None = None
+        self,
+        epoch: int,
+        rank: int,
+        report: RankReport,
+        identity: str = "",
+        holds: Holding | None = None,
+        place: Place = UNKNOWN,
     ) -> bool:
         """Takes the report of a rank. Returns True if the rank holds the committed version.
 
@@ -353,7 +361,7 @@ class Instance(Party):
             self._distrust(f"{displacement}, with other memory" if displacement else f"rank {rank} {contradiction}")
         if displacement and late:
             self._start_over(rank)
-        self.reports[rank] = report
+        self.reports[rank], self.places[rank] = report, place
         self._speaks(rank)
         self.notify()
         return not (displacement or contradiction or self.record.fenced)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+from weightcast.gateway.addresses import UNKNOWN, Place
 from weightcast.gateway.control.instance import RESTARTED, Instance, Step, absent, check_rank, check_report
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase
 from weightcast.gateway.control.store import SavedInstance, Store
@@ -100,6 +101,7 @@ class Pair(Party):
         self.updated = updated
         self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
         self.trainer_reports: dict[int, RankReport] = {}
+        self.trainer_places: dict[int, Place] = {}
         self.trainer_layout: TrainerLayout | None = None
         self.offers: dict[int, Offer] = {}
         self.conflict: WeightcastError | None = None
@@ -219,8 +221,9 @@ class Pair(Party):
         was: int | None = None,
         resumes: bool = False,
         takeover: bool = False,
+        place: Place = UNKNOWN,
     ) -> tuple[int, int]:
-        """Takes the report of a trainer rank. Returns its generation, and the number of its first order.
+        """Takes the report of a trainer rank at a place. Returns its generation, and the number of its first order.
 
         `start` stands for one start of the rank, so that a report that arrives twice is one. A rank that starts again
         starts the trainer anew: all ranks register again, and a connect or update under way ends. For the rest see
@@ -239,7 +242,7 @@ class Pair(Party):
         admission = self.incarnations.admit(newcomer, was=was, resumes=resumes, takeover=takeover)
         if admission.begins:
             self._new_generation(rank)
-        self.trainer_reports[rank] = report
+        self.trainer_reports[rank], self.trainer_places[rank] = report, place
         self._silence_others(admission)
         self.notify()
         generation, first_order = self.generation, self._first_order

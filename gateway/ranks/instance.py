@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from weightcast.gateway.addresses import UNKNOWN
 from weightcast.gateway.client import POLL, GatewayClient, Orders, Seat
 from weightcast.gateway.ranks.digests import PartDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
@@ -25,6 +26,7 @@ from weightcast.gateway.ranks.membership import (
     changed_placement,
     check_unmoved,
     join,
+    place_of,
     report_of,
 )
 from weightcast.gateway.records import Action, Order
@@ -75,6 +77,9 @@ class MemoryRecord:
 class InstanceWorker:
     """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
 
+    `address` is the one at which the trainer's ranks reach this one. Unless given it is the local address of the
+    connection to the gateway, or that of the Ray node for `ray://`.
+
     `memory` is that of an earlier worker of this process whose weights are still there; without it nothing is held yet.
     When two processes say that they are one rank, the last to say so is. The other one is refused for good, with
     DisplacedError.
@@ -91,7 +96,7 @@ class InstanceWorker:
         world_size: int,
         token: str | None = None,
         backend: str = "tcp",
-        address: str = "127.0.0.1",
+        address: str | None = None,
         deadline: float | None = None,
         memory: MemoryRecord | None = None,
     ) -> None:
@@ -107,6 +112,7 @@ class InstanceWorker:
         self._who = f"{instance} rank {rank}"
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
+        self._place = UNKNOWN
         self._member: Member | None = None
         self._joining: Joining | None = None
         self._digests = PartDigests()
@@ -160,6 +166,7 @@ class InstanceWorker:
         self._layout = layout_of(self._sink)
         report = report_of(self._layout, self._rank, self._world)
         memory = self.memory
+        self._place = place_of(self._client, self._address)
         committed, self._uid = self._client.register_instance(
             self._seat(epoch),
             report,
@@ -167,6 +174,7 @@ class InstanceWorker:
             of=memory.of,
             uncommitted=memory.uncommitted,
             followed=memory.followed if memory.followed_in == self._pair else 0,
+            place=self._place,
         )
         self._still_wanted()
         self._confirm(committed)
@@ -188,12 +196,12 @@ class InstanceWorker:
 
     def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
         """Fetches the part, and begins to join in a thread: it waits for others, whom the gateway may give up."""
-        seat, layout = self._seat(epoch), self._described()
+        seat, layout, address = self._seat(epoch), self._described(), self._place.address
         part = self._client.part(seat, time.monotonic() + self._waits.gateway)
         self._digests.prepare(part, layout)
         self._joining = Joining(
             self._waits.join,
-            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining),
+            lambda joining: join(self._client, seat, part, layout, self._backend, address, joining),
             failed,
         )
         if self._given_up:

@@ -16,10 +16,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weightcast.gateway.addresses import UNKNOWN
 from weightcast.gateway.client import GatewayClient, Registered, Seat
 from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
-from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, report_of
+from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, place_of, report_of
 from weightcast.gateway.ranks.orders import OrderFeed
 from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
@@ -63,7 +64,8 @@ class UpdateResult:
 class TrainerWorker:
     """A trainer rank's hold on its pair. All methods are called on every trainer rank, in the same order.
 
-    `backend` of the communicators is "tcp", "gloo" or "nccl", and `address` the one on which this rank can be reached.
+    `backend` of the communicators is "tcp", "gloo" or "nccl". `address` is the one at which engines reach this rank.
+    Unless given it is the local address of the connection to the gateway, or that of the Ray node for `ray://`.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
     unless given.
 
@@ -87,7 +89,7 @@ class TrainerWorker:
         world_size: int,
         token: str | None = None,
         backend: str = "tcp",
-        address: str = "127.0.0.1",
+        address: str | None = None,
         deadline: float | None = None,
         share: Share = None,
         takeover: bool = False,
@@ -104,6 +106,7 @@ class TrainerWorker:
         self._rank, self._world = whole_number("rank", rank), whole_number("world_size", world_size)
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
+        self._place = UNKNOWN
         self._members: dict[str, Member] = {}
         self._joining: dict[str, Joining] = {}
         self._running: dict[str, Run] = {}
@@ -148,7 +151,10 @@ class TrainerWorker:
     def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
         """Registers this rank, and beats for it. Orders for the trainer as it was before this are passed over."""
         report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
-        registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
+        place = self._place = place_of(self._client, self._address)
+        registered = self._client.register_trainer(
+            self._pair, report, start, resumes=resumes, takeover=takeover, place=place
+        )
         self._generation = registered.generation
         incarnation = self._client.incarnation
         if self._heartbeat is None:
@@ -282,9 +288,10 @@ class TrainerWorker:
         except WeightcastError as error:
             self._tell(name, epoch, error)
             return
+        address = self._place.address
         self._joining[name] = Joining(
             self._waits.join,
-            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining, self._share),
+            lambda joining: join(self._client, seat, part, layout, self._backend, address, joining, self._share),
             lambda error: self._tell(name, epoch, error),
         )
         if self._given_up:

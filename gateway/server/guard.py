@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightcast.gateway.server.tokens import Access, Throttle, Tokens
+from weightcast.gateway.server.tokens import Access, Throttle, Tokens, source_of
 from weightcast.transfer.wire.messages import MSGPACK
 
 __all__ = ["MAX_BODY", "MAX_JSON", "App", "Guard", "Receive", "Scope", "Send"]
@@ -67,7 +67,7 @@ class Guard:
         address, port = scope.get("client") or ("", 0)
         now = time.monotonic()
         if (left := self._throttle.wait(address, port, now)) > 0:
-            message = f"too many wrong tokens from {address}; none is looked at for {left:.0f} s more"
+            message = f"too many wrong tokens from {source_of(address)}; none is looked at for {left:.0f} s more"
             return 429, "AuthorizationError", message
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         access = self._tokens.access(given) if scheme.lower() == b"bearer" else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from weightcast.gateway.addresses import Place
 from weightcast.gateway.control.instance import Holding
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.records import Order
@@ -16,6 +17,7 @@ from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, 
 from weightcast.gateway.server.tokens import Access
 from weightcast.gateway.versions import VERSION_SCHEMA
 from weightcast.transfer.errors import ControlError, PairStateError, error_named
+from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -34,11 +36,16 @@ _POLL = (Query("after", _WHOLE, "number of the first order to send"), WAIT, KNOW
 _VERSION = Query("version", VERSION_SCHEMA, "the version that was transferred")
 _FIRST = Query("first", _FLAG, "true for the first pass of a trainer rank, before the transfer")
 _UID = Query("uid", {"type": "string", "maxLength": 64}, "one creation of the pair, as registered")
+_PLACE = (
+    Query("address", {"type": "string", "maxLength": 64}, "IP address at which peers reach the rank"),
+    Query("network", {"type": "string", "maxLength": 64}, "equal for ranks that share a loopback device"),
+)
 _HOLDING = (
     Query("verified", VERSION_SCHEMA, "version whose digests this rank reported last"),
     Query("of", {"type": "string", "maxLength": 64}, "creation of the pair that it came from"),
     Query("uncommitted", _FLAG, "true when the memory was written since a commit"),
     Query("followed", _WHOLE, "generation of the trainer that wrote the memory last"),
+    *_PLACE,
 )
 _REGISTRATION = (
     Query("start", {"type": "string", "maxLength": 64}, "PROCESS.N for connect number N of a process"),
@@ -46,6 +53,7 @@ _REGISTRATION = (
     Query("was", _WHOLE, "generation that the process was given before"),
     Query("resumes", _FLAG, "true when it goes on where it was"),
     Query("takeover", _FLAG, "true when it displaces another process even after it was displaced itself"),
+    *_PLACE,
 )
 
 
@@ -152,7 +160,7 @@ async def report(call: Call) -> Answer:
     verified = call.version("verified") if call.has("verified") else None
     holding = Holding(verified, call.text("of"), call.flag("uncommitted"))
     body = await call.message(wire.decode_report)
-    committed = await instance.register(call.epoch, rank, body, call.identity, holding)
+    committed = await instance.register(call.epoch, rank, body, call.identity, holding, _place(call, body))
     call.pair.follow(call.whole("followed", "0"), f"{instance.name} rank {rank}")
     return {"registered": rank, "committed": committed, "uid": instance.uid}
 
@@ -202,7 +210,7 @@ async def trainer_report(call: Call) -> Answer:
     resumes, takeover = call.flag("resumes"), call.flag("takeover")
     rank_report = await call.message(wire.decode_report)
     generation, first_order = await pair.register_trainer(
-        rank, rank_report, start, pid=pid, was=was, resumes=resumes, takeover=takeover
+        rank, rank_report, start, pid=pid, was=was, resumes=resumes, takeover=takeover, place=_place(call, rank_report)
     )
     return {"generation": generation, "first_order": first_order, "boot": pair.boot}
 
@@ -224,6 +232,11 @@ async def begun(call: Call) -> Answer:
     pair.check_boot(call.text("known"))
     update = await pair.begun(call.version(), call.wait())
     return NOTHING if update is None else {"instances": update[0], "first_order": update[1]}
+
+
+def _place(call: Call, report: RankReport) -> Place:
+    """Place of the rank that registers; older ranks tell their host alone."""
+    return Place(report.host, call.text("address"), call.text("network"))
 
 
 async def _orders_of(call: Call) -> Answer:

@@ -7,11 +7,14 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from functools import lru_cache
+from ipaddress import ip_network
 
 from weightcast.gateway.client import TOKEN_VARIABLE, check_token
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.transports.addresses import ip_address
 
-__all__ = ["VARIABLES", "Access", "Throttle", "Tokens", "make_token"]
+__all__ = ["VARIABLES", "Access", "Throttle", "Tokens", "make_token", "source_of"]
 
 VARIABLES = {"operator": TOKEN_VARIABLE, "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
 """The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
@@ -71,8 +74,17 @@ class Tokens:
         return max(matches, default=None)
 
 
+@lru_cache(MAX_ADDRESSES)
+def source_of(address: str) -> str:
+    """The addresses that count as one guesser: one of IPv4, a network of 64 bits of IPv6, which one host may have."""
+    source = ip_address(address)
+    if source is None or source.version == 4 or source.is_loopback:
+        return address if source is None else str(source)
+    return str(ip_network((source, 64), strict=False))
+
+
 class Throttle:
-    """Slows down who guesses tokens: after `limit` wrong ones within `window` seconds an address is not heard.
+    """Slows down who guesses tokens: after `limit` wrong ones within `window` seconds a source is not heard.
 
     Connections that have shown a right token before are heard all the same, so that one process with a wrong token does
     not shut out its neighbours on the same host.
@@ -85,17 +97,19 @@ class Throttle:
 
     def wait(self, address: str, port: int, now: float) -> float:
         """Seconds that an address has to wait, 0 for one that is heard."""
-        since, count = self._wrong.get(address, (now, 0))
+        source = source_of(address)
+        since, count = self._wrong.get(source, (now, 0))
         left = since + self._window - now
         if left <= 0:
-            self._wrong.pop(address, None)
+            self._wrong.pop(source, None)
             return 0.0
         return left if count >= self._limit and (address, port) not in self._known else 0.0
 
     def wrong(self, address: str, port: int, now: float) -> None:
         """A wrong token came from there."""
-        since, count = self._wrong.get(address, (now, 0))
-        self._wrong[address] = (since, count + 1)
+        source = source_of(address)
+        since, count = self._wrong.get(source, (now, 0))
+        self._wrong[source] = (since, count + 1)
         self._known.pop((address, port), None)
         while len(self._wrong) > MAX_ADDRESSES:
             self._wrong.popitem(last=False)

@@ -6,7 +6,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from gateway_support import running_gateway
 from layout_support import TINY, moe_report
+from loopback_support import LOOPBACKS
 from spawn_support import free_port
 
 from weightcast.cli import main
@@ -25,6 +25,7 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout.placement import ExpertPlacement
 from weightcast.transfer.layout.tables import RankReport, Region, RegionTable
+from weightcast.transfer.transports.addresses import host_port, listen
 
 PAIR_MAP = ExpertPlacement(np.array([[0, 1, 2, 3, 3, 0]] * TINY.layers), num_logical=TINY.experts, ep_size=2)
 """Two replicas of expert 3 on rank 1 of two."""
@@ -284,16 +285,40 @@ def run_gateway(*arguments: str, **environment: str) -> Said:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_a_port_in_use(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_a_port_in_use(host: str, options: tuple[str, ...]) -> None:
     """Neither address nor token is printed for a gateway that does not listen."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        said = run_gateway("--port", port, *options)
-    one_line(said, ControlError.exit_status, "weightcast gateway: cannot listen on ", f"127.0.0.1:{port}: ", "in use")
+    with listen(host) as listener:
+        port = int(listener.getsockname()[1])
+        said = run_gateway("--host", host, "--port", str(port), *options)
+    text = f"cannot listen on {host_port(host, port)}: port {port} of {host} is in use; choose another port"
+    one_line(said, ControlError.exit_status, f"weightcast gateway: {text}")
 
 
-def test_a_host_that_is_not_ours(say: Callable[..., Said]) -> None:
-    one_line(say("gateway", "--host", "192.0.2.1", "--port", "8900"), 4, "cannot listen on ", "192.0.2.1:8900: ")
+@pytest.mark.parametrize("host", ["192.0.2.1", pytest.param("2001:db8::1", marks=pytest.mark.ipv6)])
+def test_a_host_that_is_not_ours(say: Callable[..., Said], host: str) -> None:
+    text = f"cannot listen on {host_port(host, 8900)}: {host} is no address of this machine; give one that is"
+    one_line(say("gateway", "--host", host, "--port", "8900"), 4, text)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "0"])
+def test_every_address_without_one_to_tell_engines(say: Callable[..., Said], host: str) -> None:
+    """SGLang was told that its gateway is at 0.0.0.0, without a word."""
+    text = f"--host {host.strip('[]')} is every address, and engines have to be told one: give --advertise HOST"
+    one_line(say("gateway", "--host", host), 2, text)
+    one_line(say("gateway", "--host", host, "--advertise", host), 2, "--advertise", "is every address")
+
+
+@pytest.mark.parametrize(
+    ("advertise", "text"),
+    [
+        ("[::1", "'[::1' is no host; expected HOST, HOST:PORT, or an IPv6 address with a port as [::1]:8900"),
+        ("ftp://gateway", "--advertise: url is 'ftp://gateway', expected http://host:port of the gateway"),
+        ("http://gateway/path", "--advertise is 'http://gateway/path', which has a path; give engines that URL as"),
+    ],
+)
+def test_an_address_that_engines_cannot_be_told(say: Callable[..., Said], advertise: str, text: str) -> None:
+    one_line(say("gateway", "--advertise", advertise), 2, text)
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from gateway_support import running_gateway
+from loopback_support import LOOPBACKS
 from plain_support import Piece, PlainSink
 from safetensors.torch import save_file
 
@@ -18,9 +19,9 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ranks.instance import InstanceWorker
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[str, str]]:
-    with running_gateway() as found:
+@pytest.fixture(scope="module", params=LOOPBACKS)
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    with running_gateway(host=request.param) as found:
         yield found
 
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import trustme
 from gateway_support import running_gateway
+from loopback_support import LOOPBACKS
 from spawn_support import free_port
 from starlette.testclient import TestClient
 
@@ -161,6 +162,26 @@ def test_the_throttle() -> None:
 
 
 @pytest.mark.parametrize(
+    ("guesser", "neighbour", "throttled"),
+    [
+        ("10.0.0.7", "::ffff:10.0.0.7", True),
+        ("10.0.0.7", "10.0.0.8", False),
+        ("fd00::7", "fd00::8", True),
+        ("fd00::7", "fd00:0:0:1::7", False),
+        ("::1", "::2", False),
+        ("", "10.0.0.7", False),
+    ],
+)
+def test_a_host_with_many_addresses_is_one_guesser(guesser: str, neighbour: str, throttled: bool) -> None:
+    """A host has one address of IPv4, also where that is mapped into IPv6, and may have a network of 64 bits."""
+    throttle = Throttle(limit=1, window=10.0)
+    throttle.right(neighbour, 1)
+    throttle.wrong(guesser, 1, 0.0)
+    assert (throttle.wait(neighbour, 2, 1.0) > 0) == throttled
+    assert throttle.wait(neighbour, 1, 1.0) == 0.0, "a connection that has shown a right token"
+
+
+@pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({"Content-Length": str(MAX_JSON + 1)}, 413),
@@ -275,9 +296,10 @@ def test_tokens_of_each_scope_come_from_the_environment() -> None:
     assert not any(token.encode() in said for token in variables.values()), "a given token is not repeated"
 
 
-def test_an_address_that_a_guesser_forwards_is_not_the_one_that_is_throttled() -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_an_address_that_a_guesser_forwards_is_not_the_one_that_is_throttled(host: str) -> None:
     alone = httpx.Limits(max_keepalive_connections=0)  # a connection each, and no certificates read for each
-    with running_gateway() as (url, _), httpx.Client(trust_env=False, limits=alone) as client:
+    with running_gateway(host=host) as (url, _), httpx.Client(trust_env=False, limits=alone) as client:
         statuses = [
             client.get(
                 f"{url}/pairs",
