@@ -37,7 +37,7 @@ from weightcast.transfer.planner.topology import Topology
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered", "Seat"]
+__all__ = ["TOKEN_VARIABLE", "Begun", "GatewayClient", "Orders", "Registered", "Seat"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
@@ -66,6 +66,16 @@ class Registered(NamedTuple):
     generation: int
     first_order: int
     boot: str
+
+
+class Begun(NamedTuple):
+    """Instances of an update that has begun, none when it is over; the number of its first order; and how many of its
+    instances it needs, None for all.
+    """
+
+    instances: list[str]
+    first_order: int
+    min_instances: int | None
 
 
 class Seat(NamedTuple):
@@ -221,12 +231,14 @@ class GatewayClient:
         commit: str = "each",
         verify: str = "full",
         topology: Mapping[str, Any] | None = None,
+        min_instances: int | None = None,
     ) -> None:
         """Creates a pair.
 
         `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`, perhaps with "hold", "non_finite" and "allow_non_finite". `settings` are fields of `Settings`.
-        `commit` says who gets a version, "each" or "all". `bucket_bytes` bounds the memory that a rank takes to pack
+        `commit` says who gets a version, "each" or "all". `min_instances` is how many instances an update needs, all
+        unless given. `bucket_bytes` bounds the memory that a rank takes to pack
         and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
         ..}`. With it ranks of an instance pass on to each other what they receive alike, where that is faster.
         """
@@ -236,6 +248,8 @@ class GatewayClient:
             body["settings"] = dict(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
+        if min_instances is not None:
+            body["min_instances"] = min_instances
         if topology is not None:
             body["topology"] = Topology.given(topology).document
         self._call("PUT", f"/pairs/{pair}", json=body)
@@ -289,13 +303,11 @@ class GatewayClient:
             return None
         return str(answer["boot"])
 
-    def begun(self, pair: str, version: int, known: str, deadline: float) -> tuple[list[str], int]:
-        """Waits for an update to begin. Returns its instances, none when it is over, and the number of its first order.
-        `known` is what `offer` has returned.
-        """
+    def begun(self, pair: str, version: int, known: str, deadline: float) -> Begun:
+        """Waits for an update to begin. `known` is what `offer` has returned."""
         path = f"/pairs/{pair}/updates/{version}/instances"
         answer = self._poll(path, deadline, f"the beginning of version {version}", known=known).json()
-        return list(answer["instances"]), int(answer["first_order"])
+        return Begun(list(answer["instances"]), int(answer["first_order"]), answer.get("min_instances"))
 
     def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders for all instances of a pair, for the trainer; otherwise like `orders`."""

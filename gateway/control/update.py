@@ -8,7 +8,8 @@ paused, and only a full verified update resumes it. A placement that changes bef
 One that changes under the transfer makes the layers concerned go out again, within the same update.
 
 Each instance goes its own way, unless the pair commits all of them together. Then `Agreement` makes them wait for one
-another: before the first byte, before the version is stamped, and before it is committed.
+another: before the first byte, before the version is stamped, and before it is committed. An instance that is dead when
+the update begins takes no part in it.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ _SHOWN = 4
 """Number of tensors that a message names."""
 _NAMED_TENSORS = 20
 """Number of tensors with values that are not finite that a record names."""
+_GLANCE = 1.0
+"""Seconds to see if an engine is there again whose host refused connections."""
 _HEARING = 0.3
 """Seconds that other ranks have to tell what they saw, after one has told its failure."""
 
@@ -68,11 +71,46 @@ async def update(pair: Pair, version: int, host: str, port: int) -> None:
         records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present}
     else:
         members = await pair.begin(version)
-        groups = [members] if pair.spec.commit == "all" else [[instance] for instance in members]
+        groups, refusals = await _grouped(pair, members)
+        records = {i.name: _left_out(pair, i, step, version, error) for i, error in refusals.items()}
         steps = (_update(pair, group, step, version, deadline, host, port) for group in groups)
-        records = {name: record for outcome in await asyncio.gather(*steps) for name, record in outcome.items()}
+        for outcome in await asyncio.gather(*steps):
+            records |= outcome
+        if not members:  # a trainer is not told that all is well
+            records = {i.name: UpdateRecord(version, False, True, i.record.reason, 0.0) for i in pair.evicted}
     pair.decide(version, records)
     pair.notify()
+
+
+async def _grouped(
+    pair: Pair, members: Sequence[Instance]
+) -> tuple[list[list[Instance]], dict[Instance, WeightcastError]]:
+    """The instances that go through the update, in groups that commit together, and why the others do not.
+
+    Nobody waits for an instance that is dead when the update begins. One whose host refuses connections is asked once
+    more, because that costs nothing.
+    """
+    probes = (i.driver.probe(_GLANCE) for i in members if i.driver.absence is not None and i.driver.absence.refused)
+    await asyncio.gather(*probes)
+    deaths = {i: death for i in members if (death := i.death) is not None}
+    alive = [instance for instance in members if instance not in deaths]
+    if pair.spec.commit == "each":
+        return [[instance] for instance in alive], deaths
+    if deaths and len(alive) < pair.spec.needed(len(members)):
+        names = ", ".join(i.name for i in deaths)
+        needed = f"{pair.spec.needed(len(members))} of {len(members)} instances have to commit together"
+        text = f"pair {pair.spec.name}: {needed}, and dead are {names}: {next(iter(deaths.values()))}"
+        return [], deaths | dict.fromkeys(alive, UpdateError(text))
+    text = "all instances that are alive commit together without this one: "
+    return [alive] if alive else [], {i: type(death)(f"{text}{death}") for i, death in deaths.items()}
+
+
+def _left_out(pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError) -> UpdateRecord:
+    """The record of an instance that takes no part in an update, which counts as one that it has had."""
+    record = _refuse(pair, instance, step, version, error)
+    instance.updates.append(record)
+    pair.updated(instance.pair, instance.name, record)
+    return record
 
 
 async def _update(
@@ -214,8 +252,8 @@ class _Update:
             raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
         pair.check_wanted()  # a connect forgets what the instance was told to stop for
         is_current = instance.generation == pair.generation and instance.failure is None
-        if is_current and instance.record.phase is Phase.CONNECTED:
-            return
+        if is_current and instance.record.phase is Phase.CONNECTED and not instance.silent:
+            return  # ranks of an engine that answers may be silent: it was started again
         old_layout = instance.layout
         await connect_instances(pair, [instance], self._host, self._port)
         if instance.failure is not None:
