@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -77,7 +78,7 @@ async def update(pair: Pair, version: int, host: str, port: int) -> None:
         for outcome in await asyncio.gather(*steps):
             records |= outcome
         if not members:  # a trainer is not told that all is well
-            records = {i.name: UpdateRecord(version, False, True, i.record.reason, 0.0) for i in pair.evicted}
+            records = {i.name: _gone(i, version, i.record.reason) for i in pair.evicted}
     pair.decide(version, records)
     pair.notify()
 
@@ -131,8 +132,13 @@ async def _update(
     outcomes = {i.name: record for i, record in zip(members, records, strict=True)}
     for instance in group:
         reason = f"instance {instance.name} left pair {pair.spec.name}"
-        outcomes.setdefault(instance.name, UpdateRecord(version, False, instance.record.fenced, reason, 0.0))
+        outcomes.setdefault(instance.name, _gone(instance, version, reason))
     return outcomes
+
+
+def _gone(instance: Instance, version: int, reason: str) -> UpdateRecord:
+    """The record of an instance that is not in the pair."""
+    return UpdateRecord(version, False, instance.record.fenced, reason, 0.0)
 
 
 def _refuse(
@@ -321,10 +327,21 @@ class _Update:
             Action.RUN, self._version, layers=None if instance.resend is None else tuple(sorted(instance.resend))
         )
 
-    async def _asked(self, what: str, step: Awaitable[None]) -> None:
+    async def _asked(self, what: str, step: Coroutine[Any, Any, None]) -> None:
         """Runs a step of the engine, within the time for the whole update."""
         instance = self._instance
-        await instance.in_update(step, lambda: f"the engine of instance {instance.name} did not {what}")
+        await instance.in_update(self._answered(step), lambda: f"the engine of instance {instance.name} did not {what}")
+
+    async def _answered(self, step: Coroutine[Any, Any, None]) -> None:
+        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still."""
+        instance, call = self._instance, watched(self._instance, step)
+        try:
+            await instance.poll(lambda: call.done() or bool(instance.silent), math.inf)
+            if not call.done():
+                raise DeadlineError(f"pair {instance.pair}: {instance.silence()}")
+            await call
+        finally:
+            call.cancel()
 
     async def _prepare(self, call: asyncio.Task[None]) -> None:
         instance, world = self._instance, self._instance.world
@@ -471,7 +488,7 @@ class _Update:
         seconds = max(instance.left(instance.settings.engine), instance.settings.clean_up)
         try:
             async with asyncio.timeout(seconds):
-                await instance.driver.resume()
+                await self._answered(instance.driver.resume())
         except (WeightcastError, TimeoutError) as failure:
             error = str(failure) or f"it did not answer within {seconds:g} s"
             log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)

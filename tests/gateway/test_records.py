@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from weightcast.gateway.records import Action, Order
-from weightcast.transfer.errors import WireError
+from weightcast.gateway.records import Action, EngineSpec, Order, PairOptions
+from weightcast.transfer.errors import InputError, WireError
 
 FULL = Order(Action.RUN, 3, 7, True, "why", (1, 4), 2, "rollout-0")
 
@@ -38,3 +38,16 @@ def test_the_end_of_an_update() -> None:
     assert not Order(Action.END, 1, 4).ends_update(5)
     assert not Order(Action.END, 1).ends_update(), "only what was begun of it is over"
     assert not Order(Action.RUN, 1, 5).ends_update(5)
+
+
+@pytest.mark.parametrize(("given", "needed"), [(None, 3), (1, 1), (3, 3), (10_000, 3)])
+def test_how_many_instances_an_update_needs(given: int | None, needed: int) -> None:
+    engines = {"rollout-0": EngineSpec(kind="worker", world_size=1)}
+    assert PairOptions(trainer_world=1, instances=engines, min_instances=given).needed(3) == needed
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 10_001, 1.5, True, "1"])
+def test_numbers_of_instances_that_are_none(wrong: object) -> None:
+    document = {"trainer_world": 1, "instances": {"a": {"kind": "worker", "world_size": 1}}, "min_instances": wrong}
+    with pytest.raises(InputError, match=r"^pair: min_instances is .*, expected a whole number from 1 to 10000"):
+        PairOptions.given(document, "pair")
