@@ -3,7 +3,8 @@
     WEIGHTCAST_TOKEN=... python examples/own_engine.py http://127.0.0.1:8900 main rollout-1
 
 The trainer's side creates the pair, with `{"kind": "worker", "world_size": 1}` for an instance of that name, and holds
-the same tensors; `examples/own_trainer.py` is the one for this. Start either first.
+the same tensors; `examples/own_trainer.py` is the one for this. Start either first. The loop outlives its gateway: it
+goes on with the version that it has.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 import torch
 
 from weightcast import GatewayClient, InstanceWorker, LayoutBuilder, RankLayout, RankPlacement
+from weightcast.transfer.errors import TransferError
 
 
 class MySink:
@@ -33,10 +35,19 @@ class MySink:
         return None  # no expert placement that could move
 
 
+def has_pair(client: GatewayClient, pair: str) -> bool:
+    try:
+        return pair in [known["pair"] for known in client.status()]
+    except TransferError as error:
+        logging.warning("%s", error)
+        time.sleep(10.0)  # the gateway is not up yet
+        return False
+
+
 def main(url: str, pair: str, instance: str) -> None:
     weights = {"model.norm.weight": torch.zeros(64)}
     with GatewayClient(url) as client:
-        while pair not in [known["pair"] for known in client.status()]:
+        while not has_pair(client, pair):
             time.sleep(1.0)
     worker = InstanceWorker(url, pair, instance, MySink(weights), rank=0, world_size=1)
     while True:
