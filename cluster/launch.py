@@ -69,8 +69,15 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             if members is None:
                 records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
                 settings, topology = asdict(spec.settings), spec.topology.document if spec.topology else None
-                world, commit = spec.trainer.ranks, spec.commit
-                client.create_pair(spec.pair, world, records, settings, commit=commit, topology=topology)
+                client.create_pair(
+                    spec.pair,
+                    spec.trainer.ranks,
+                    records,
+                    settings,
+                    commit=spec.commit,
+                    topology=topology,
+                    min_instances=spec.min_instances,
+                )
                 undo.callback(_withdraw, spec, GatewayClient.delete_pair)
             else:
                 _let_in(client, spec, urls, members, engines, undo)
@@ -107,8 +114,8 @@ def _known(client: GatewayClient, spec: ClusterSpec, seconds: float) -> set[str]
         if trainer_spec is not None:
             raise ControlError(f"pair {spec.pair} has trainer ranks, but gateway {spec.gateway_url} does not know it")
         return None
-    state = (record["trainer"]["world_size"], record["commit"], record["settings"])
-    target = (spec.trainer.ranks, spec.commit, asdict(spec.settings))
+    state = (record["trainer"]["world_size"], record["commit"], record.get("min_instances"), record["settings"])
+    target = (spec.trainer.ranks, spec.commit, spec.min_instances, asdict(spec.settings))
     if state != target or (
         trainer_spec is not None and replace(trainer_spec, instances=()) != replace(spec, instances=())
     ):

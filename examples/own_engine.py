@@ -3,7 +3,8 @@
     WEIGHTCAST_TOKEN=... python examples/own_engine.py http://127.0.0.1:8900 main rollout-1
 
 The trainer's side creates the pair, with `{"kind": "worker", "world_size": 1}` for an instance of that name, and holds
-the same tensors; `examples/own_trainer.py` is the one for this. Start either first: `serve` waits for its pair.
+the same tensors; `examples/own_trainer.py` is the one for this. Start either first: `serve` waits for its pair. The
+loop outlives its gateway: it goes on with the version that it has.
 """
 
 from __future__ import annotations

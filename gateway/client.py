@@ -41,13 +41,15 @@ from weightcast.transfer.transports.addresses import numeric
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Offered", "Orders", "Registered", "Seat", "check_token"]
+__all__ = ["TOKEN_VARIABLE", "Begun", "GatewayClient", "Offered", "Orders", "Registered", "Seat", "check_token"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
 POLL = 20.0
 """Seconds of one long poll at most."""
-_LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+_GONE = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+"""Answers of a gateway that is stopping, and of a proxy in front of one that is not there."""
+_LATER = (httpx.codes.TOO_MANY_REQUESTS, *_GONE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
 _ONCE = 1.0
@@ -75,6 +77,16 @@ class Offered(NamedTuple):
 
     boot: str
     version: Version
+
+
+class Begun(NamedTuple):
+    """Instances of an update that has begun, none when it is over; the number of its first order; and how many of its
+    instances it needs, None for all.
+    """
+
+    instances: list[str]
+    first_order: int
+    min_instances: int | None
 
 
 class Seat(NamedTuple):
@@ -117,6 +129,7 @@ class GatewayClient:
     seconds a gateway that has answered before is asked again. They count from the moment when it was lost, over all
     calls until `begin`. `timeout` is the number of seconds that one which has not answered before may take.
     `incarnation` is that of the trainer rank which this client has registered, or speaks for: every request says it.
+    While `once` is set, a request is made a single time. It may take `once` seconds beyond the `wait` that it asks for.
     """
 
     def __init__(
@@ -135,6 +148,7 @@ class GatewayClient:
         self._lost: float | None = None
         self._local_address = ""
         self.incarnation: Incarnation | None = None
+        self.once: float | None = None
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"},
@@ -196,32 +210,45 @@ class GatewayClient:
             request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
             asked_at = time.monotonic()
-            outage_start = self._lost if self.outage and self._reached else None
+            outage_start = self._lost if self.once is not None or (self.outage and self._reached) else None
             deadline = (start if outage_start is None else outage_start) + self._patience
             if outage_start is not None and "wait" in request.get("params", {}):
                 request["params"] = {**request["params"], "wait": 0.0}  # first see if anybody answers
+            seconds = max(self._at_once(request, deadline - asked_at), _ONCE)
             try:
-                response = self._client.request(method, path, timeout=max(deadline - asked_at, _ONCE), **request)
+                response = self._client.request(method, path, timeout=seconds, **request)
             except httpx.HTTPError as error:
                 now = time.monotonic()
                 # A broken connection shows when it broke; silence may have begun with the request.
                 lost_at = self._lost or (asked_at if isinstance(error, httpx.TimeoutException) else now)
                 self._lost = lost_at
-                if now >= lost_at + (self.outage if self._reached else 0.0):
+                if self.once is not None or now >= lost_at + (self.outage if self._reached else 0.0):
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from None
             else:
                 self._lost = None
                 # Wrong tokens from this address make the gateway deaf for some seconds; or it is stopping.
-                retry_seconds = self.outage if self._reached else 0.0
+                retry_seconds = self.outage if self._reached and self.once is None else 0.0
                 if response.status_code not in _LATER or time.monotonic() >= start + retry_seconds:
                     break
             time.sleep(_AGAIN)
+        is_deaf = self._reached and self.once is not None and response.status_code in _LATER
+        if is_deaf or response.status_code in _GONE:
+            self._lost = time.monotonic()
+            answer = f"answered {response.status_code}: {' '.join(response.text.split())[:200]}"
+            raise TransferError(f"gateway {self.url}: {method} {path} {answer}; is it up?")
         self._reached = True
         if response.is_success:
             return response
         raise _error_of(response, f"gateway {self.url}: {method} {path}")
+
+    def _at_once(self, request: Mapping[str, Any], seconds: float) -> float:
+        """The smaller of `seconds` and what a single attempt may take; none for a gateway that was lost before."""
+        if self.once is None:
+            return seconds
+        wait = float(request.get("params", {}).get("wait", 0.0))
+        return 0.0 if self._lost is not None else min(seconds, wait + self.once)
 
     def _poll(
         self, path: str, deadline: float, what: str, *, method: str = "GET", json: object = None, **parameters: str
@@ -248,12 +275,14 @@ class GatewayClient:
         commit: str = "each",
         verify: str = "full",
         topology: Mapping[str, Any] | None = None,
+        min_instances: int | None = None,
     ) -> None:
         """Creates a pair.
 
         `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
         "backend": ..}`, perhaps with "hold", "non_finite" and "allow_non_finite". `settings` are fields of `Settings`.
-        `commit` says who gets a version, "each" or "all". `bucket_bytes` bounds the memory that a rank takes to pack
+        `commit` says who gets a version, "each" or "all". `min_instances` is how many instances an update needs, all
+        unless given. `bucket_bytes` bounds the memory that a rank takes to pack
         and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
         ..}`. With it ranks of an instance forward to each other the weights that they share, where that is faster.
         """
@@ -263,6 +292,8 @@ class GatewayClient:
             body["settings"] = _plain(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
+        if min_instances is not None:
+            body["min_instances"] = min_instances
         if topology is not None:
             body["topology"] = Topology.given(topology).document
         self._call("PUT", f"/pairs/{pair}", json=body)
@@ -318,13 +349,11 @@ class GatewayClient:
             return None
         return Offered(str(answer["boot"]), Version.parse(answer["version"]))
 
-    def begun(self, pair: str, version: Version, known: str, deadline: float) -> tuple[list[str], int]:
-        """Waits for an update to begin. Returns its instances, none when it is over, and the number of its first order.
-        `known` is what `offer` has returned.
-        """
+    def begun(self, pair: str, version: Version, known: str, deadline: float) -> Begun:
+        """Waits for an update to begin. `known` is what `offer` has returned."""
         path = f"/pairs/{pair}/updates/{version}/instances"
         answer = self._poll(path, deadline, f"the beginning of version {version}", known=known).json()
-        return list(answer["instances"]), int(answer["first_order"])
+        return Begun(list(answer["instances"]), int(answer["first_order"]), answer.get("min_instances"))
 
     def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders for all instances of a pair, for the trainer; otherwise like `orders`."""

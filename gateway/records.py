@@ -19,6 +19,7 @@ from weightcast.transfer.plan.verification import Verify
 from weightcast.transfer.planner.topology import Topology
 
 __all__ = [
+    "MAX_INSTANCES",
     "Action",
     "Backend",
     "CommitPolicy",
@@ -41,9 +42,16 @@ NonFiniteMode = Literal["refuse", "report"]
 Stamps = Literal["text", "integer"]
 CommitPolicy = Literal["each", "all"]
 
+MAX_INSTANCES = 10_000
+"""Number of instances that a pair can have."""
+
 Ranks = Annotated[int, Field(strict=True, ge=1, le=100_000, description="a whole number from 1 to 100000")]
 Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
 Lineage = Annotated[int, Field(strict=True, ge=1, le=MOST_LINEAGES, description="a whole number from 1 to 2^31")]
+_NAMES = f"from 1 to {MAX_INSTANCES} instances by name"
+Needed = Annotated[
+    int, Field(strict=True, ge=1, le=MAX_INSTANCES, description=f"a whole number from 1 to {MAX_INSTANCES}")
+]
 Bucket = Annotated[int, Field(strict=True, ge=1 << 10, le=1 << 40, description="a whole number from 2^10 to 2^40")]
 
 
@@ -128,23 +136,29 @@ class PairOptions(Record):
     unless all have it. `bucket_bytes` is the most memory that a rank takes beside its parameters to pack and unpack,
     for all instances together. `verify` is how much of each update is digested.
 
+    `min_instances` is how many instances an update needs; without it that is all of them. An update of which fewer
+    commit is an error to the trainer. With `commit` "all" that many must be alive, and dead ones take no part.
+
     With a `topology` ranks forward the weights that they share with others of their instance, where its cost model
     finds that faster. Its `between_instances` is not used, because instances share no communicator.
     """
 
     trainer_world: Ranks
-    instances: Annotated[
-        dict[str, EngineSpec], Field(min_length=1, max_length=10_000, description="from 1 to 10000 instances by name")
-    ]
+    instances: Annotated[dict[str, EngineSpec], Field(min_length=1, max_length=MAX_INSTANCES, description=_NAMES)]
     settings: Settings = field(default_factory=Settings)
     bucket_bytes: Bucket = 512 << 20
     commit: CommitPolicy = "each"
     verify: Verify = Verify.FULL
     topology: Topology | None = None
+    min_instances: Needed | None = None
 
     def named(self, name: str) -> PairSpec:
         """The pair of that name."""
         return PairSpec(name, **vars(self))
+
+    def needed(self, instances: int) -> int:
+        """How many of so many instances an update needs."""
+        return instances if self.min_instances is None else min(self.min_instances, instances)
 
 
 @dataclass(frozen=True)

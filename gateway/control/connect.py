@@ -68,6 +68,12 @@ async def connect_instances(
     """
     calls = {}
     for instance in instances:
+        if (death := instance.death) is not None:  # nobody waits for it
+            instance.failure = None
+            _connect_failed(pair, instance, death)
+            ended(instance)
+    instances = [instance for instance in instances if instance.death is None]
+    for instance in instances:
         if instance.record.phase is not Phase.REGISTERING:
             instance.on(Event.REJOIN)
             instance.clear_epoch()

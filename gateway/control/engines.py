@@ -7,8 +7,11 @@ only calls what the engine offers for them, in the engine's order. Every refusal
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import time
 import uuid
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import httpx
@@ -18,8 +21,10 @@ from weightcast.gateway.records import EngineSpec
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]
+__all__ = ["Absence", "EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]
 
+
+log = logging.getLogger("weightcast.gateway")
 
 Done: TypeAlias = tuple[str, str | bool]
 
@@ -35,13 +40,38 @@ _AGAIN = 0.5
 """Seconds until a busy engine is asked again."""
 _SHOWN = 2000
 """Characters shown of an engine's message."""
+_CONNECT = 5.0
+"""Seconds to reach an engine's server, which answers at once if it is there."""
+_PROBE = 10.0
+"""Seconds that an engine's server may take to answer a probe."""
+_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000),
+)
+"""Options by which a connection breaks 15 s after the host at its other end has vanished."""
+
+
+@dataclass(slots=True)
+class Absence:
+    """An engine that is not reached since `since` (`time.monotonic`). `refused` says that this shows at once, because
+    its host refuses connections.
+    """
+
+    since: float
+    why: str
+    refused: bool
 
 
 class EngineDriver:
     """The steps of an update, in the order in which they are called. Each raises EngineError.
 
     Here each does nothing, for ranks that follow the gateway's orders by themselves: there is no engine API to call.
+    `absence` is set while an engine with an API is not reached.
     """
+
+    absence: Absence | None = None
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
         """Makes every rank describe itself, register, fetch its part and join; returns when the first has joined."""
@@ -66,6 +96,10 @@ class EngineDriver:
 
     async def disconnect(self, group: str) -> None:
         """Makes every rank leave the communicator."""
+
+    async def probe(self, seconds: float = _PROBE) -> bool:
+        """Asks the engine whether it is there, for `seconds` at most; `absence` has what came of it."""
+        return True
 
     async def close(self) -> None:
         """Closes connections to the engine; no step follows."""
@@ -94,22 +128,28 @@ class SGLangDriver(EngineDriver):
         self._patience = patience
         check_url(f"instance {instance}: ", spec.url, "its SGLang server")
         # Engines are near: a proxy that the environment names is for the world outside.
-        self._client = httpx.AsyncClient(
-            base_url=spec.url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(spec.url)
-        )
+        if transport is None:
+            transport = httpx.AsyncHTTPTransport(verify=trusted(spec.url), trust_env=False, socket_options=_ALIVE)
+        limits = httpx.Timeout(timeout, connect=min(timeout, _CONNECT))
+        self._client = httpx.AsyncClient(base_url=spec.url, timeout=limits, transport=transport, trust_env=False)
 
     async def _post(self, path: str, body: dict[str, Any] | None = None, done: Done = ("success", True)) -> str:
         """Makes one call, and returns its message.
 
         `done` is the field, and its value, by which the route says that it did what was asked. Raises EngineError.
         """
+        if self.absence is not None and not self.absence.refused:
+            raise EngineError(f"instance {self._instance}: {self.absence.why}")  # instead of one more wait
         try:
             response = await self._client.post(path, json=body or {})
         except httpx.HTTPError as error:
+            cause = one_line(f"{type(error).__name__} {error}")
+            if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                self._missed(cause, refused=isinstance(error, httpx.ConnectError))
             raise EngineError(
-                f"instance {self._instance}: POST {self._spec.url}{path} failed: "
-                f"{one_line(f'{type(error).__name__} {error}')}; is the server up?"
+                f"instance {self._instance}: POST {self._spec.url}{path} failed: {cause}; is the server up?"
             ) from None
+        self.absence = None
         # SGLang tells success by status and by a field, and either one may tell a failure alone. An answer that is no
         # JSON comes from something in front of it.
         try:
@@ -123,6 +163,28 @@ class SGLangDriver(EngineDriver):
                 f"{one_line(reply.get('message', response.text)) or 'nothing'}"
             )
         return str(reply.get("message", ""))
+
+    def _missed(self, cause: str, *, refused: bool) -> None:
+        """Notes that the engine was not reached."""
+        if self.absence is None:
+            moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            why = f"its engine {self._spec.url} was not reached since {moment}: {cause}; is the server up?"
+            log.warning("instance %s: %s", self._instance, why, extra={"instance": self._instance})
+            self.absence = Absence(time.monotonic(), why, refused)
+        self.absence.refused = refused
+
+    async def probe(self, seconds: float = _PROBE) -> bool:
+        limits = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
+        try:
+            await self._client.get("/server_info", timeout=limits)  # whatever it answers, it is there
+        except httpx.HTTPError as error:
+            cause = one_line(f"{type(error).__name__} {error}")
+            self._missed(cause, refused=isinstance(error, httpx.ConnectError))
+            return False
+        if self.absence is not None:
+            log.warning("instance %s: its engine %s answers again", self._instance, self._spec.url)
+            self.absence = None
+        return True
 
     async def connect(self, gateway_host: str, gateway_port: int, group: str) -> None:
         body = {

@@ -9,6 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from weightcast.gateway.control import connect, update
+from weightcast.gateway.control.evictions import Evictions
 from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.metrics import Metrics
 from weightcast.gateway.control.pair import Pair
@@ -58,6 +59,7 @@ class Gateway:
         for pair in self.pairs.values():
             self._spawn(_recover(pair))
         self._spawn(self._listen())
+        self._spawn(Evictions(self.pairs, self._changing, self._spawn).tend())
 
     async def close(self) -> None:
         """Ends all tasks, then closes the drivers of engines and the store."""
@@ -122,7 +124,7 @@ class Gateway:
             pair = self.pair(name)
             namesake = pair.instances.get(instance)
             if namesake is None or not namesake.present:
-                self._check_free(instance, spec)
+                self._check_free(instance, spec, namesake)
             newcomer = await pair.join(instance, spec)
             if namesake is not None and namesake is not newcomer:
                 await namesake.driver.close()
@@ -157,9 +159,10 @@ class Gateway:
     def _is_connecting(self, name: str) -> bool:
         return name in self._connecting and not self._connecting[name][1].done()
 
-    def _check_free(self, name: str, engine: EngineSpec) -> None:
+    def _check_free(self, name: str, engine: EngineSpec, namesake: Instance | None = None) -> None:
         for pair in self.pairs.values():
-            if engine.url and engine.url in [i.spec.url for i in pair.present]:
+            others = (i for i in pair.instances.values() if i.belongs and i is not namesake)
+            if engine.url and engine.url in [i.spec.url for i in others]:
                 raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
 
     async def _listen(self) -> None:
@@ -170,10 +173,10 @@ class Gateway:
             now = time.monotonic()
             delay, last_time = now - last_time - LISTEN_SECONDS, now
             for pair in self.pairs.values():
-                sides: tuple[Party, ...] = (pair, *pair.present)
+                sides: tuple[Party, ...] = (pair, *(i for i in pair.instances.values() if i.belongs))
                 for side in sides:
                     if delay > LISTEN_SECONDS:  # nobody can have been heard while this process stood still
-                        side.heard.update((rank, beat + delay) for rank, beat in tuple(side.heard.items()))
+                        side.excuse(delay)
                     if side.listen(now):
                         log.warning("%s", side.silence(), extra={"pair": pair.spec.name})
                         side.notify()

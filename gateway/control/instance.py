@@ -30,6 +30,7 @@ from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
     DisplacedError,
+    EngineError,
     InputError,
     PairStateError,
     UnregisteredError,
@@ -92,7 +93,7 @@ class Instance(Party):
 
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
     processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
-    it.
+    it. `evicted` says why the instance has left, if it did so because it was dead; empty otherwise.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Instance(Party):
         self.latest: Version | None = None
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
+        self.evicted = ""
         self.resend: set[int] | None = None
         self.step: Step | None = None
         self.deadline: Deadline | None = None
@@ -163,6 +165,51 @@ class Instance(Party):
     def present(self) -> bool:
         """True if the instance has not left, and does not leave."""
         return self.record.phase is not Phase.LEFT and not self.leaving
+
+    @property
+    def belongs(self) -> bool:
+        """True if the instance is present, or was evicted and comes back by itself."""
+        return self.present or bool(self.evicted)
+
+    @property
+    def heard_whole(self) -> bool:
+        """True if all ranks were heard from, and none is missed."""
+        return len(self.heard) == self.world and not self.silent
+
+    @property
+    def death(self) -> WeightcastError | None:
+        """The error of whatever would wait for an instance that is dead; None for one that may live.
+
+        Dead is one whose engine is not reached. One without an engine to ask is dead when a rank of it is silent.
+        """
+        if (absence := self.driver.absence) is not None:
+            return EngineError(f"instance {self.name}: {absence.why}")
+        if self.silent and self.spec.kind == "worker":
+            return DeadlineError(f"pair {self.pair}: {self.silence()}")
+        return None
+
+    @property
+    def dead_since(self) -> float:
+        """The `time.monotonic()` since which a dead instance was not heard from; infinite for one that may live."""
+        if self.death is None:
+            return math.inf
+        beats = [self.heard[rank] for rank in self.silent]
+        return min([*beats, *([self.driver.absence.since] if self.driver.absence is not None else [])])
+
+    def obituary(self) -> str:
+        """Who of a dead instance was not heard from since when, in words."""
+        if (absence := self.driver.absence) is not None:
+            return absence.why
+        rank = min(self.silent, key=lambda rank: self.heard[rank])
+        process = f" ({_process_name(self.identities[rank])})" if self.identities.get(rank) else ""
+        moment = time.gmtime(time.time() - time.monotonic() + self.heard[rank])
+        return f"rank {rank}{process} was not heard from since {time.strftime('%Y-%m-%d %H:%M:%S UTC', moment)}"
+
+    def excuse(self, seconds: float) -> None:
+        """Takes `seconds` as not having passed, in which no engine could be asked either."""
+        super().excuse(seconds)
+        if (absence := self.driver.absence) is not None:
+            absence.since += seconds
 
     @property
     def serves(self) -> bool:
@@ -216,7 +263,8 @@ class Instance(Party):
         record = record or self.record
         has_left = record.phase is Phase.LEFT or self.leaving
         state = (record.version, record.fenced, record.epoch, self.paused, has_left)
-        return SavedInstance(self.pair, self.name, self.spec, *state, dict(self.identities), dict(self.displaced))
+        processes = (dict(self.identities), dict(self.displaced))
+        return SavedInstance(self.pair, self.name, self.spec, *state, *processes, self.evicted)
 
     async def save(self) -> None:
         """Writes the state of `saved` to the store. Raises ControlError when it cannot be written."""

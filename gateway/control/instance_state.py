@@ -110,8 +110,8 @@ def advance(
 ) -> InstanceRecord:
     """The record after `event`.
 
-    `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL, DISTRUST and RESEND. A COMMIT of the version
-    that is committed already changes nothing.
+    `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL, DISTRUST, RESEND and LEAVE. A COMMIT of
+    the version that is committed already changes nothing.
 
     Raises PairStateError for an event that is illegal in the record's phase. Raises VersionError for a version that
     does not grow, or is not the one being transferred.
@@ -138,7 +138,7 @@ def advance(
     elif event in (Event.REJOIN, Event.RESEND):
         changes = {"epoch": record.epoch + 1, "target": None}
     elif event is Event.LEAVE:
-        changes = {"target": None}
+        changes = {"target": None, **({"reason": reason} if reason else {})}
     elif event in (Event.FAIL, Event.CANCEL):
         changes = {"target": None, "reason": reason}
     detail = reason or (str(version) if version is not None else "")

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from weightcast.gateway.addresses import UNKNOWN, Place
 from weightcast.gateway.control.instance import RESTARTED, Instance, Step, absent, check_rank, check_report
-from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase
+from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance
 from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
-from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, UpdateRecord
+from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord
 from weightcast.gateway.versions import MOST_LINEAGES, Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
@@ -45,8 +45,6 @@ log = logging.getLogger("weightcast.gateway")
 
 _START = re.compile(r"[A-Za-z0-9.-]{1,64}")
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
-MAX_INSTANCES = 10_000
-"""Number of names of instances that a pair remembers at most, with those that have left."""
 KEPT_ORDERS = 10_000
 KEPT_RESULTS = 100
 """Number of past updates whose results can be asked for."""
@@ -124,6 +122,11 @@ class Pair(Party):
     def present(self) -> list[Instance]:
         """The instances that have not left."""
         return [instance for instance in self.instances.values() if instance.present]
+
+    @property
+    def evicted(self) -> list[Instance]:
+        """The instances that have left because they were dead, and come back by themselves."""
+        return [instance for instance in self.instances.values() if instance.evicted]
 
     @property
     def newest(self) -> Version | None:
@@ -451,7 +454,7 @@ class Pair(Party):
             raise ControlError(f"pair {self.spec.name} has had {len(self.instances)} instances; make another pair")
         if namesake is not None and namesake.leaving:
             raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
-        if spec.url and spec.url in [i.spec.url for i in self.present]:
+        if spec.url and spec.url in [i.spec.url for i in self.instances.values() if i.belongs and i is not namesake]:
             raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
         if spec.stamps == "integer" and self.lineage > 1:
             raise VersionError(
@@ -469,27 +472,50 @@ class Pair(Party):
         self.notify()
         return newcomer
 
-    async def leave(self, name: str) -> Instance:
-        """Takes an instance out of the pair: what is under way for it ends, and its ranks are told."""
+    async def leave(self, name: str, evicted: str = "") -> Instance:
+        """Takes an instance out of the pair: what is under way for it ends, and its ranks are told.
+
+        With `evicted`, which says why, it comes back by itself.
+        """
         instance = self.instance(name)
-        if instance.present:
-            instance.leaving = True
+        if instance.belongs:
+            earlier = instance.leaving, instance.evicted
+            instance.leaving, instance.evicted = instance.leaving or instance.present, evicted
             try:
                 await instance.save()
             except ControlError:
-                instance.leaving = False
+                instance.leaving, instance.evicted = earlier
                 raise
-            instance.stop(ControlError(f"instance {name} left pair {self.spec.name}"))
+            if instance.leaving:
+                instance.stop(ControlError(f"instance {name} left pair {self.spec.name}{evicted and f': {evicted}'}"))
+            else:
+                instance.on(Event.LEAVE, reason="it was taken out after it had been evicted")
             if instance.step is None:
                 self._let_go(instance)
         return instance
+
+    async def bring_back(self, instance: Instance) -> None:
+        """Brings back an instance that was evicted. It is fenced until an update has brought it the newest version."""
+        record = advance(instance.record, Event.REJOIN)
+        record = advance(record, Event.DISTRUST, reason=f"it lives again; it was {instance.evicted}")
+        evicted, instance.evicted = instance.evicted, ""
+        try:
+            await instance.store.save(instance.saved(record))
+        except ControlError:
+            instance.evicted = evicted
+            raise
+        instance.adopt(record, Event.REJOIN, record.reason)
+        instance.clear_epoch()
+        self.notify()
 
     def _let_go(self, instance: Instance) -> None:
         """Parts with an instance, if it leaves. Called when no step holds it."""
         if instance.leaving:
             instance.leaving = False
-            instance.on(Event.LEAVE)
+            instance.on(Event.LEAVE, reason=instance.evicted)
             self.give(instance, Order(Action.LEFT, instance.record.epoch, reason=str(instance.failure or "")))
+            if instance.evicted:
+                instance.clear_epoch()  # whoever takes the place of a dead rank may beat
 
     @classmethod
     def restored(cls, spec: PairSpec, saved: Iterable[SavedInstance], store: Store, updated: Updated) -> Pair:
@@ -497,13 +523,14 @@ class Pair(Party):
         pair = cls(spec, store, updated, store.load_processes(spec.name))
         for state in saved:
             check_name(state.name)
-            phase = Phase.LEFT if state.left else Phase.FAILED
-            record = InstanceRecord(
-                state.name, phase, state.epoch, state.version, fenced=state.fenced, reason=RESTARTED
-            )
+            phase, reason = Phase.LEFT if state.left else Phase.FAILED, state.evicted or RESTARTED
+            record = InstanceRecord(state.name, phase, state.epoch, state.version, fenced=state.fenced, reason=reason)
             instance = pair.instances[state.name] = Instance(pair.spec, state.name, state.spec, record, store)
             instance.identities, instance.displaced = dict(state.identities), dict(state.displaced)
-            instance.paused = state.paused
+            instance.paused, instance.evicted = state.paused, state.evicted
+            if not state.left and state.spec.kind == "worker":  # who has died while the gateway was gone is missed too
+                for rank in state.identities:
+                    instance.hear(rank, time.monotonic())
         return pair
 
     def status(self) -> dict[str, Any]:
@@ -519,6 +546,7 @@ class Pair(Party):
             "offers": {str(rank): offer.version.as_json() for rank, offer in sorted(self.offers.items())},
             "settings": asdict(self.spec.settings),
             "commit": self.spec.commit,
+            "min_instances": self.spec.min_instances,
             "topology": self.spec.topology.document if self.spec.topology is not None else None,
             "instances": {name: _status(i) for name, i in self.instances.items()},
         }

@@ -59,8 +59,8 @@ _Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 class SavedInstance(Record):
     """State of an instance that is kept.
 
-    `paused` says that its engine was paused for an update, `left` that it has left. `identities` and `displaced` are
-    those of `Instance`.
+    `paused` says that its engine was paused for an update, `left` that it has left. `identities`, `displaced` and
+    `evicted` are those of `Instance`.
     """
 
     pair: str
@@ -73,6 +73,7 @@ class SavedInstance(Record):
     left: StrictBool
     identities: dict[Annotated[int, Field(ge=0)], str]
     displaced: dict[str, str] = field(default_factory=dict)
+    evicted: str = ""
 
     def __post_init__(self) -> None:
         if bad_ranks := sorted(rank for rank in self.identities if rank >= self.spec.world_size):

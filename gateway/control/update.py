@@ -8,15 +8,17 @@ paused, and only a full verified update resumes it. A placement that changes bef
 One that changes under the transfer makes the layers concerned go out again, within the same update.
 
 Each instance goes its own way, unless the pair commits all of them together. Then `Agreement` makes them wait for one
-another: before the first byte, before the version is stamped, and before it is committed.
+another: before the first byte, before the version is stamped, and before it is committed. An instance that is dead when
+the update begins takes no part in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -50,6 +52,8 @@ _SHOWN = 4
 """Number of tensors that a message names."""
 _NAMED_TENSORS = 20
 """Number of tensors with values that are not finite that a record names."""
+_GLANCE = 1.0
+"""Seconds to see if an engine is there again whose host refused connections."""
 _HEARING = 0.3
 """Seconds that other ranks have to tell what they saw, after one has told its failure."""
 
@@ -70,11 +74,46 @@ async def update(pair: Pair, version: Version, host: str, port: int) -> None:
         records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present}
     else:
         members = await pair.begin(version)
-        groups = [members] if pair.spec.commit == "all" else [[instance] for instance in members]
+        groups, refusals = await _grouped(pair, members)
+        records = {i.name: _left_out(pair, i, step, version, error) for i, error in refusals.items()}
         steps = (_update(pair, group, step, version, deadline, host, port) for group in groups)
-        records = {name: record for outcome in await asyncio.gather(*steps) for name, record in outcome.items()}
+        for outcome in await asyncio.gather(*steps):
+            records |= outcome
+        if not members:  # a trainer is not told that all is well
+            records = {i.name: _gone(i, version, i.record.reason) for i in pair.evicted}
     pair.decide(version, records)
     pair.notify()
+
+
+async def _grouped(
+    pair: Pair, members: Sequence[Instance]
+) -> tuple[list[list[Instance]], dict[Instance, WeightcastError]]:
+    """The instances that go through the update, in groups that commit together, and why the others do not.
+
+    Nobody waits for an instance that is dead when the update begins. One whose host refuses connections is asked once
+    more, because that costs nothing.
+    """
+    probes = (i.driver.probe(_GLANCE) for i in members if i.driver.absence is not None and i.driver.absence.refused)
+    await asyncio.gather(*probes)
+    deaths = {i: death for i in members if (death := i.death) is not None}
+    alive = [instance for instance in members if instance not in deaths]
+    if pair.spec.commit == "each":
+        return [[instance] for instance in alive], deaths
+    if deaths and len(alive) < pair.spec.needed(len(members)):
+        names = ", ".join(i.name for i in deaths)
+        needed = f"{pair.spec.needed(len(members))} of {len(members)} instances have to commit together"
+        text = f"pair {pair.spec.name}: {needed}, and dead are {names}: {next(iter(deaths.values()))}"
+        return [], deaths | dict.fromkeys(alive, UpdateError(text))
+    text = "all instances that are alive commit together without this one: "
+    return [alive] if alive else [], {i: type(death)(f"{text}{death}") for i, death in deaths.items()}
+
+
+def _left_out(pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError) -> UpdateRecord:
+    """The record of an instance that takes no part in an update, which counts as one that it has had."""
+    record = _refuse(pair, instance, step, version, error)
+    instance.updates.append(record)
+    pair.updated(instance.pair, instance.name, record)
+    return record
 
 
 async def _update(
@@ -95,8 +134,13 @@ async def _update(
     outcomes = {i.name: record for i, record in zip(members, records, strict=True)}
     for instance in group:
         reason = f"instance {instance.name} left pair {pair.spec.name}"
-        outcomes.setdefault(instance.name, UpdateRecord(version, False, instance.record.fenced, reason, 0.0))
+        outcomes.setdefault(instance.name, _gone(instance, version, reason))
     return outcomes
+
+
+def _gone(instance: Instance, version: int, reason: str) -> UpdateRecord:
+    """The record of an instance that is not in the pair."""
+    return UpdateRecord(version, False, instance.record.fenced, reason, 0.0)
 
 
 def _refuse(
@@ -216,8 +260,8 @@ class _Update:
             raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
         pair.check_wanted()  # a connect forgets what the instance was told to stop for
         is_current = instance.generation == pair.generation and instance.failure is None
-        if is_current and instance.record.phase is Phase.CONNECTED:
-            return
+        if is_current and instance.record.phase is Phase.CONNECTED and not instance.silent:
+            return  # ranks of an engine that answers may be silent: it was started again
         old_layout = instance.layout
         await connect_instances(pair, [instance], self._host, self._port)
         if instance.failure is not None:
@@ -285,10 +329,21 @@ class _Update:
             Action.RUN, self._version, layers=None if instance.resend is None else tuple(sorted(instance.resend))
         )
 
-    async def _asked(self, what: str, step: Awaitable[None]) -> None:
+    async def _asked(self, what: str, step: Coroutine[Any, Any, None]) -> None:
         """Runs a step of the engine, within the time for the whole update."""
         instance = self._instance
-        await instance.in_update(step, lambda: f"the engine of instance {instance.name} did not {what}")
+        await instance.in_update(self._answered(step), lambda: f"the engine of instance {instance.name} did not {what}")
+
+    async def _answered(self, step: Coroutine[Any, Any, None]) -> None:
+        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still."""
+        instance, call = self._instance, watched(self._instance, step)
+        try:
+            await instance.poll(lambda: call.done() or bool(instance.silent), math.inf)
+            if not call.done():
+                raise DeadlineError(f"pair {instance.pair}: {instance.silence()}")
+            await call
+        finally:
+            call.cancel()
 
     async def _prepare(self, call: asyncio.Task[None]) -> None:
         instance, world = self._instance, self._instance.world
@@ -435,7 +490,7 @@ class _Update:
         seconds = max(instance.left(instance.settings.engine), instance.settings.clean_up)
         try:
             async with asyncio.timeout(seconds):
-                await instance.driver.resume()
+                await self._answered(instance.driver.resume())
         except (WeightcastError, TimeoutError) as failure:
             error = str(failure) or f"it did not answer within {seconds:g} s"
             log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)

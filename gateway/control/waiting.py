@@ -126,6 +126,10 @@ class Party(Changes):
         earlier_ranks, self.silent = self.silent, tuple(sorted(ranks))
         return earlier_ranks != self.silent
 
+    def excuse(self, seconds: float) -> None:
+        """Takes `seconds` as not having passed, in which nobody could be heard."""
+        self.heard.update((rank, beat + seconds) for rank, beat in tuple(self.heard.items()))
+
     def forget(self) -> None:
         """Forgets all beats: no rank has been heard, and none is missed."""
         self.heard, self.silent = {}, ()

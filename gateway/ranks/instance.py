@@ -29,6 +29,7 @@ from weightcast.gateway.ranks.membership import (
     place_of,
     report_of,
 )
+from weightcast.gateway.ranks.outage import Outage
 from weightcast.gateway.records import Action, Order
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
@@ -51,6 +52,9 @@ from weightcast.transfer.transports.choose import check_backend
 __all__ = ["InstanceWorker", "MemoryRecord"]
 
 log = logging.getLogger("weightcast.worker")
+
+_ANSWER = 5.0
+"""Seconds that the gateway may take to answer an engine that has nothing to do for it."""
 
 
 @dataclass(slots=True)
@@ -123,6 +127,7 @@ class InstanceWorker:
         self._boot = self._uid = ""
         self._ahead: Orders | None = None
         self._absent = ""
+        self._outage = Outage(url, self._who)
         self._displaced: DisplacedError | None = None
         self._target: Version | None = None
 
@@ -318,31 +323,48 @@ class InstanceWorker:
         while something is under way. Returns the number of the version that was committed, None when none was; `stamp`
         tells its lineage too.
 
-        A pair that is not there, or that has no such instance, is logged once and waited for; then it returns None.
-        Raises TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like
-        that. Raises DisplacedError, for good, when another process has taken the place of this one.
+        A pair that is not there, or that has no such instance, is logged once and waited for; then it returns None. So
+        it does for a gateway that is not reached, which is logged once a minute and asked again by later calls. Such a
+        call waits for one answer, and in the middle of an update for the setting `outage`. Raises DisplacedError, for
+        good, when another process has taken the place of this one.
         """
         self._check_open()
         deadline = time.monotonic() + wait
         try:
             while True:
                 try:
-                    return self._serve(deadline)
+                    if not self._outage.left:
+                        return self._serve(deadline)
                 except AbsentError as error:
+                    self._outage.over()
                     self._say_absent(error)
-                if time.monotonic() >= deadline:
+                except TransferError as error:
+                    if not self._client.lost:
+                        raise
+                    self._outage.note(error, self._standing)
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
                     return None
-                time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+                time.sleep(min(1.0, seconds, self._outage.left or 1.0))
         except DisplacedError as error:
             self._displaced = error
             raise
         finally:
+            self._client.once = None
             self._give_up_join()
+
+    @property
+    def _standing(self) -> str:
+        """What this rank does while its gateway is gone, in words."""
+        if not self.fenced:
+            return f"serving version {self.stamp}"
+        return "nothing was committed yet" if self.version is None else f"fenced since version {self.stamp}"
 
     def _serve(self, until: float) -> int | None:
         if self._displaced is not None:
             self.disconnect()
             raise self._displaced
+        self._client.once = _ANSWER
         if self._cursor is None:
             self._cursor = self._first_order()
         self._ahead = None
@@ -351,8 +373,11 @@ class InstanceWorker:
             patience = POLL if busy else max(0.0, until - time.monotonic())
             answer = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
             self._ahead, self._absent = None, ""
+            self._outage.over()
             if answer.boot != self._boot:
                 return self._meet_again(answer.boot)
+            if answer.orders:
+                self._client.once = None  # something is under way: the gateway may start anew meanwhile
             for number, order in enumerate(answer.orders, answer.given - len(answer.orders)):
                 if number < self._cursor:
                     continue

@@ -3,7 +3,7 @@
 worker = TrainerWorker("http://127.0.0.1:8900", "main", FsdpSource(model), rank=rank, world_size=world)
 worker.connect()
 ...
-worker.update(version=step)          # on every rank; raises if an instance did not commit
+worker.update(version=step)          # on every rank; raises if fewer than `min_instances` committed
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.documents import whole_number
 from weightcast.transfer.errors import (
     ControlError,
+    DeadlineError,
+    EngineError,
     PairStateError,
     StalePlanError,
     TransferError,
@@ -52,7 +54,8 @@ log = logging.getLogger("weightcast.worker")
 class UpdateResult:
     """End of an update: the gateway's record for each instance, and the report of what this rank moved for it.
 
-    `version` is the number, and `stamp` the text that instances have for it, such as "81@2".
+    `version` is the number, and `stamp` the text that instances have for it, such as "81@2". With `min_instances` there
+    may be records of instances that did not commit.
     """
 
     version: int
@@ -120,8 +123,9 @@ class TrainerWorker:
         """Describes and registers this rank, and joins the communicator of every instance.
 
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
-        on. Raises DisplacedError when another process has replaced this one, TransferError when the gateway did not
-        answer for the setting `outage`.
+        on. Instances that are dead or late are only logged, if `min_instances` of the pair are left without them.
+        Raises DisplacedError when another process has replaced this one, TransferError when the gateway did not answer
+        for the setting `outage`.
         """
         self._begin()
         for member in self._members.values():
@@ -131,18 +135,25 @@ class TrainerWorker:
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._connects += 1
         registered = self._register(self._layout, takeover=self._takeover)
-        instances = self._client.pair_status(self._pair)["instances"]
-        names = [name for name, record in instances.items() if record["phase"] != "left"]
+        status = self._client.pair_status(self._pair)
+        names = [name for name, record in status["instances"].items() if record["phase"] != "left"]
         if self._rank == 0:
             self._client.start_connect(self._pair)
+        failures: dict[str, UpdateError] = {}
         self._feed(registered.first_order, registered.boot).follow(
             names,
-            self._follow_connect,
+            lambda name, take: self._follow_connect(name, take, failures),
             lambda order: (
                 order.trainer >= self._generation and order.action in (Action.CONNECTED, Action.FAILED, Action.LEFT)
             ),
             lost=self._give_up,
         )
+        if _too_few(len(names) - len(failures), len(names), status.get("min_instances")):
+            raise next(iter(failures.values()))
+        if failures:
+            reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+            labels = {"pair": self._pair, "rank": self._rank}
+            log.warning("pair %s is not connected everywhere: %s", self._pair, reasons, extra=labels)
 
     def _describe(self) -> RankLayout:
         layout = layout_of(self._source)
@@ -177,7 +188,8 @@ class TrainerWorker:
         and for a restart where an instance declares integer stamps. Raises StalePlanError when this rank's layout is no
         longer the one it registered. Raises DisplacedError when another process has replaced this one,
         PairStateError when another rank started anew and all have to connect again. Raises UpdateError naming each
-        instance that did not commit and why, TransferError when the gateway did not answer for the setting `outage`.
+        instance that did not commit and why, if fewer than `min_instances` of the pair are left; all of them have to
+        commit unless that is set. Raises TransferError when the gateway did not answer for the setting `outage`.
         """
         version = whole_number("version", version)
         self._begin()
@@ -207,7 +219,7 @@ class TrainerWorker:
         # While the others offer, the engines pause and their ranks get ready.
         parts = [member.part for member in self._members.values()]
         self._digests.begin(parts, layout, version, self._labels(version))
-        names, first_order = self._client.begun(self._pair, version, boot, deadline)
+        names, first_order, needed = self._client.begun(self._pair, version, boot, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
@@ -220,8 +232,11 @@ class TrainerWorker:
         )
         instances = self._client.result(self._pair, version, deadline, boot)
         failures = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
+        text = f"version {version} is not served everywhere: {'; '.join(failures)}"
+        if _too_few(len(instances) - len(failures), len(instances), needed):
+            raise UpdateError(text)
         if failures:
-            raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failures)}")
+            log.warning("pair %s: %s", self._pair, text, extra={"rank": self._rank, **self._labels(version)})
         return UpdateResult(version.number, str(version), instances, reports)
 
     def _begin(self) -> None:
@@ -251,7 +266,8 @@ class TrainerWorker:
         self._digests.close()
         self._client.close()
 
-    def _follow_connect(self, name: str, take: Callable[[], Order]) -> None:
+    def _follow_connect(self, name: str, take: Callable[[], Order], failures: dict[str, UpdateError]) -> None:
+        """Follows the orders of a connect. `failures` gets that of an instance that is dead or late, others raise."""
         while True:
             order = take()
             if order.trainer < self._generation:
@@ -264,7 +280,11 @@ class TrainerWorker:
             else:
                 self._leave_join(name)
                 if order.action is Action.FAILED:
-                    self._raise_failure(name, order)
+                    try:
+                        self._raise_failure(name, order)
+                    except (DeadlineError, EngineError) as error:
+                        failures[name] = error
+                        return
                 if order.action is Action.LEFT:
                     return
 
@@ -398,6 +418,11 @@ class TrainerWorker:
         # whoever waits for its orders.
         with suppress(PairStateError, TransferError):
             self._client.fail(self._seat(name, epoch), error)
+
+
+def _too_few(served: int, instances: int, needed: int | None) -> bool:
+    """True if `served` of the instances are fewer than are needed, which are all unless told."""
+    return served < (instances if needed is None else min(needed, instances))
 
 
 def _outcome(name: str, record: dict[str, Any]) -> str:

@@ -227,11 +227,13 @@ async def offer(call: Call) -> Answer:
 
 @ROUTES.add("GET", "/pairs/{name}/updates/{version}/instances", Access.WORKER, Speaker.TRAINER, [WAIT, KNOWN])
 async def begun(call: Call) -> Answer:
-    """Instances of an update, and the number of its first order, once it begins."""
+    """Instances of an update, how many of them it needs, and the number of its first order, once it begins."""
     pair = call.pair
     pair.check_boot(call.text("known"))
     update = await pair.begun(call.version(), call.wait())
-    return NOTHING if update is None else {"instances": update[0], "first_order": update[1]}
+    if update is None:
+        return NOTHING
+    return {"instances": update[0], "first_order": update[1], "min_instances": pair.spec.min_instances}
 
 
 def _place(call: Call, report: RankReport) -> Place:

@@ -7,9 +7,9 @@ import json
 import pytest
 from engine_support import first
 
-from weightcast.gateway.records import Action, Order
+from weightcast.gateway.records import Action, EngineSpec, Order, PairOptions
 from weightcast.gateway.versions import Version
-from weightcast.transfer.errors import WireError
+from weightcast.transfer.errors import InputError, WireError
 
 FULL = Order(Action.RUN, 3, first(7), True, "why", (1, 4), 2, "rollout-0")
 
@@ -47,3 +47,16 @@ def test_the_end_of_an_update() -> None:
     assert not Order(Action.END, 1).ends_update(), "only what was begun of it is over"
     assert not Order(Action.RUN, 1, first(5)).ends_update(first(5))
     assert not Order(Action.END, 1, Version(2, 5)).ends_update(first(5)), "a number of another lineage"
+
+
+@pytest.mark.parametrize(("given", "needed"), [(None, 3), (1, 1), (3, 3), (10_000, 3)])
+def test_how_many_instances_an_update_needs(given: int | None, needed: int) -> None:
+    engines = {"rollout-0": EngineSpec(kind="worker", world_size=1)}
+    assert PairOptions(trainer_world=1, instances=engines, min_instances=given).needed(3) == needed
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 10_001, 1.5, True, "1"])
+def test_numbers_of_instances_that_are_none(wrong: object) -> None:
+    document = {"trainer_world": 1, "instances": {"a": {"kind": "worker", "world_size": 1}}, "min_instances": wrong}
+    with pytest.raises(InputError, match=r"^pair: min_instances is .*, expected a whole number from 1 to 10000"):
+        PairOptions.given(document, "pair")

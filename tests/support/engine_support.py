@@ -191,6 +191,11 @@ class Engine:
     async def disconnect(self, group: str) -> None:
         await self._step("disconnect")
 
+    absence = None
+
+    async def probe(self, seconds: float = 0.0) -> bool:
+        return True
+
     async def close(self) -> None:
         self.calls.append("close")
 
@@ -261,12 +266,13 @@ class Trainer:
 
 
 def make_pair(
-    *instances: str, commit: CommitPolicy = "each", **settings: float
+    *instances: str, commit: CommitPolicy = "each", min_instances: int | None = None, **settings: float
 ) -> tuple[Pair, dict[str, Engine], list[Trainer]]:
     """A pair of two trainer ranks and instances of two ranks, the first of which holds the tensor twice."""
     seconds: dict[str, Any] = {"register": 2.0, "join": 2.0, "prepare": 2.0, "transfer": 2.0, "verify": 2.0, **settings}
     specs = {name: EngineSpec(kind="worker", world_size=2) for name in instances}
-    spec = PairSpec("main", trainer_world=2, instances=specs, settings=Settings(**seconds), commit=commit)
+    options: dict[str, Any] = {"settings": Settings(**seconds), "commit": commit, "min_instances": min_instances}
+    spec = PairSpec("main", trainer_world=2, instances=specs, **options)
     pair = Pair(spec)
     engines = {name: Engine(pair, name, [[ALL, ALL], [ALL]]) for name in instances}
     return pair, engines, [Trainer(pair, rank) for rank in range(2)]
@@ -275,8 +281,8 @@ def make_pair(
 class Play:
     """A pair with its players, for one event loop."""
 
-    def __init__(self, *instances: str, commit: CommitPolicy = "each", **settings: float) -> None:
-        self.pair, self.engines, self.trainers = make_pair(*(instances or (A,)), commit=commit, **settings)
+    def __init__(self, *instances: str, **options: Any) -> None:
+        self.pair, self.engines, self.trainers = make_pair(*(instances or (A,)), **options)
 
     @property
     def engine(self) -> Engine:
@@ -318,9 +324,9 @@ class Play:
         return record.phase, None if record.version is None else record.version.as_json(), record.fenced
 
 
-async def connected(*instances: str, version: int | None = 1, commit: CommitPolicy = "each", **settings: float) -> Play:
-    """A play that has committed `version`."""
-    play = Play(*instances, commit=commit, **settings)
+async def connected(*instances: str, version: int | None = 1, **options: Any) -> Play:
+    """A play that has committed `version`, with the options of `make_pair`."""
+    play = Play(*instances, **options)
     await play.connect()
     if version is not None:
         record = await play.update(version)

@@ -4,7 +4,7 @@ An empty ADDRESS is the worker's own choice.
 
 python netns_ranks.py trainer URL ADDRESS RANK      sends each version that it reads, and says what came of it
 python netns_ranks.py engine URL ADDRESS INSTANCE   says each version that it serves, and whether its memory is right
-python netns_ranks.py waits URL ADDRESS INSTANCE    the same, and how long a call of `serve` took that raised
+python netns_ranks.py waits URL ADDRESS INSTANCE    the same, and how long a call of `serve` took that asked in vain
 """
 
 from __future__ import annotations
@@ -60,14 +60,10 @@ def engine(url: str, address: str, instance: str, tells: bool = False) -> None:
     sink = PlainSink([Piece("w", SHAPE, (0, 0), held)])
     worker = InstanceWorker(url, PAIR, instance, sink, rank=0, world_size=1, address=address or None)
     while True:
-        begun = time.monotonic()
-        try:
-            version = worker.serve(wait=0.05 if tells else 1.0)
-        except WeightcastError as error:  # the gateway cannot be reached: generating goes on, unless it is fenced
-            logging.warning("%s: %s", instance, error)
-            if tells:
-                say([type(error).__name__, time.monotonic() - begun])
-            continue
+        begun, asks = time.monotonic(), not worker._outage.left
+        version = worker.serve(wait=0.05 if tells else 1.0)
+        if tells and asks and worker._outage.left:
+            say(["asked in vain", time.monotonic() - begun])
         if version is not None:
             say([version, bool(torch.equal(held, weights(version))), worker.fenced])
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_support import STEPS, A, B, Engine, connected, first
+from engine_support import STEPS, A, B, Engine, Play, connected, first
 
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.control.store import SavedInstance
@@ -308,6 +309,77 @@ def test_one_that_fails_later_fences_all(fault: str) -> None:
         play.engines[B].refuses.clear()
         assert (await play.update(3)).committed
         assert play.state(A) == play.state(B) == (Phase.CONNECTED, 3, False)
+
+    asyncio.run(run())
+
+
+def silent(play: Play, name: str) -> None:
+    """The ranks of an instance were not heard from for long when the next update begins."""
+    instance = play.pair.instance(name)
+    instance.hear(1, time.monotonic() - 100.0)
+    assert instance.listen(time.monotonic())
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_those_that_are_alive_get_the_version_if_they_are_enough(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, "rollout-2", commit=commit, min_instances=2)
+        silent(play, B)
+        assert (await play.update(2)).committed
+        record, text = play.pair.results[2][B], "rollout-1 ranks 1 were not heard from for 30 s"
+        together = "all instances that are alive commit together without this one: " if commit == "all" else ""
+        assert record.reason == f"{together}pair main: {text}"
+        assert (record.committed, record.fenced, record.seconds) == (False, False, 0.0)
+        assert play.engines[B].calls == [], "it is not touched"
+        assert play.pair.instance(B).updates[-1] is record
+        assert [play.state(name)[1] for name in (A, B, "rollout-2")] == [2, 1, 2]
+        await play.pair.instance(B).beat(1, "")
+        assert (await play.update(3)).committed
+        assert play.pair.results[3][B].committed, "it takes part again"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("needed", [None, 2, 10_000])
+def test_with_one_dead_none_gets_the_version_if_all_have_to(needed: int | None) -> None:
+    """Nobody is paused for an update that is known to fail."""
+
+    async def run() -> None:
+        play = await connected(A, B, commit="all", min_instances=needed)
+        silent(play, B)
+        record = await play.update(2)
+        assert record.reason == (
+            "pair main: 2 of 2 instances have to commit together, and dead are rollout-1: "
+            "pair main: rollout-1 ranks 1 were not heard from for 30 s"
+        )
+        assert play.engine.calls == []
+        assert play.state(A) == (Phase.CONNECTED, 1, False)
+        assert play.pair.instance(A).serves
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["pause", "begin", "end", "publish", "resume"])
+def test_a_call_ends_when_the_ranks_of_its_engine_fall_silent(step: str) -> None:
+    """As those of a server that is stopped, whose sockets still take requests."""
+
+    async def run() -> None:
+        play = await connected(A, B, clean_up=0.2)
+        call = getattr(play.engine, step)
+
+        async def stands_still() -> None:
+            if play.engine.calls.count(step) == 0:
+                silent(play, A)
+                play.engine.instance.notify()
+                play.engine.calls.append(step)
+                await asyncio.sleep(60.0)
+            await call()
+
+        setattr(play.engine, step, (lambda version: stands_still()) if step == "publish" else stands_still)
+        record = await play.update(2)
+        assert "rollout-0 ranks 1 were not heard from for 30 s" in record.reason
+        assert record.committed == (step == "resume")
+        assert play.state(B) == (Phase.CONNECTED, 2, False)
 
     asyncio.run(run())
 
