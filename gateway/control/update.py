@@ -108,7 +108,7 @@ async def _grouped(
     return [alive] if alive else [], {i: type(death)(f"{text}{death}") for i, death in deaths.items()}
 
 
-def _left_out(pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError) -> UpdateRecord:
+def _left_out(pair: Pair, instance: Instance, step: Step, version: Version, error: WeightcastError) -> UpdateRecord:
     """The record of an instance that takes no part in an update, which counts as one that it has had."""
     record = _refuse(pair, instance, step, version, error)
     instance.updates.append(record)
@@ -138,7 +138,7 @@ async def _update(
     return outcomes
 
 
-def _gone(instance: Instance, version: int, reason: str) -> UpdateRecord:
+def _gone(instance: Instance, version: Version, reason: str) -> UpdateRecord:
     """The record of an instance that is not in the pair."""
     return UpdateRecord(version, False, instance.record.fenced, reason, 0.0)
 
