@@ -6,6 +6,8 @@ Exit status: 0 done, 2 bad input, 3 incomplete, 4 a run that failed. An error is
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status: int | None = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has seen enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except WeightcastError as error:
         print(f"weightcast {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_status

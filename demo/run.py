@@ -44,7 +44,10 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
         check_installed("Ray", "ray")
     if config.megatron is not None:
         check_installed("Megatron-Core", "megatron", "megatron.core")
-    config.work.mkdir(parents=True, exist_ok=True)
+    try:
+        config.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make --work {config.work}: {error.strerror}") from None
     model = _model(config, say)
     if config.megatron is not None:
         check_megatron(config, config.megatron, model)

@@ -99,6 +99,8 @@ class Store:
         """Opens the file, or makes it. Raises ControlError if it cannot be used, or is not as it was written."""
         if self._path is None:
             return
+        if not self._path.parent.is_dir():
+            raise ControlError(f"state file {self._path}: there is no folder {self._path.parent}; make it first")
         if self._path.is_file() and not self._path.stat().st_size:
             raise ControlError(
                 f"state file {self._path} is empty, so it was cut off; put a backup in its place or remove it"

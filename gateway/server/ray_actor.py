@@ -129,10 +129,11 @@ def start_gateway(
     given = {"operator": os.environ.get(TOKEN_VARIABLE, ""), **(tokens or {})}
     if unknown_scopes := given.keys() - VARIABLES:
         raise InputError(f"tokens has {min(unknown_scopes)!r}, expected {', '.join(VARIABLES)}")
-    Tokens(**given)  # before another one is made from the operator's
+    Tokens(given["operator"])  # checked before another one is made from it
     if address is not None and is_unspecified(address):
         raise InputError(f"address {address!r} is every address; give the one at which engines reach the gateway")
     given = {"worker": worker_token(given["operator"]), **given}
+    Tokens(**given)
     if find_actor(name) is not None:
         raise ControlError(f"there is a Ray actor {name!r} in namespace {NAMESPACE!r} already; stop it first")
     actor = ray.remote(GatewayActor).options(

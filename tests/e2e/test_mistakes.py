@@ -245,6 +245,49 @@ def test_a_token_of_too_small_a_scope(
     )
 
 
+FOLDERS = {
+    "demo": (["demo", "--work"], 2, "weightcast demo: cannot make --work {place}: Not a directory"),
+    "gateway": (
+        ["gateway", "--state"],
+        4,
+        "weightcast gateway: state file {place}: there is no folder {folder}; make it first",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", FOLDERS)
+def test_a_folder_that_there_is_not(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    words, status, message = FOLDERS[command]
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "place"
+    assert main([*words, str(place)]) == status
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", message.format(place=place, folder=place.parent) + "\n")
+
+
+@pytest.mark.parametrize("bundle", ["random-101.json", "two-instances-two-shards.json"])
+def test_a_reader_that_has_seen_enough(bundle: str, root: Path) -> None:
+    """As `weightcast plan --json | head`: more output than a pipe holds breaks while it is written, less at the end."""
+    command = [
+        sys.executable,
+        "-m",
+        "weightcast",
+        "plan",
+        "--json",
+        "--layouts",
+        str(root / "tests" / "cases" / bundle),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 141
+
+
 USAGES = {
     "an option that there is not": (["status", "--colour"], "status", "unrecognized arguments: --colour"),
     "an argument too many": (["inspect", "a", "b", "c"], "inspect", "unrecognized arguments: c"),
