@@ -28,7 +28,7 @@ __all__ = ["Reminder", "add"]
 _REMINDED = 10.0
 """Seconds after which a step that takes long is shown again."""
 
-_OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "host", "share")
+_OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "share")
 """Options that the settings of the demo have by the same names."""
 
 
@@ -78,7 +78,7 @@ def add(commands: Commands) -> None:
         help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer, and the "
         "trainer's weights are offloaded while they generate (staged)",
     )
-    parser.add_argument("--host", type=bare, default="127.0.0.1", help="address of this machine to use (127.0.0.1)")
+    parser.add_argument("--host", type=bare, help="address of this machine to use (127.0.0.1)")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=_run)
@@ -94,6 +94,10 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
         raise InputError("--trainer-layout is for --trainer megatron; FSDP2 shards over all trainer processes")
     trainers = arguments.trainers if arguments.trainers is not None else megatron.ranks if megatron else 2
     options = {name: getattr(arguments, name) for name in _OPTIONS}
+    if arguments.host is not None:
+        if arguments.ray is not None:
+            raise InputError("--host is for plain processes; with --ray they are at the addresses of Ray's nodes")
+        options["host"] = arguments.host
     return DemoConfig(work=work, trainers=trainers, megatron=megatron, servers=servers or DEFAULT_SERVERS, **options)
 
 

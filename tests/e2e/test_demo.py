@@ -87,6 +87,10 @@ def test_bad_instances_are_refused(text: str, message: str) -> None:
     [
         (["--trainer-layout", "{}"], "--trainer-layout is for --trainer megatron"),
         (["--trainer", "megatron", "--trainer-layout", "tp2"], "trainer layout 'tp2': Invalid JSON"),
+        (
+            ["--host", "::1", "--ray"],
+            "--host is for plain processes; with --ray they are at the addresses of Ray's nodes",
+        ),
         (["--trainer-prelude", "/nowhere.py"], "--trainer-prelude /nowhere.py is not a file"),
     ],
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 from weightcast.gateway.addresses import http_url
 from weightcast.gateway.client import TOKEN_VARIABLE
 
-__all__ = ["PORT", "TOKEN", "Hosts", "Switch", "heard", "switch", "update", "why_not"]
+__all__ = ["PORT", "RANKS", "TOKEN", "Hosts", "Switch", "heard", "switch", "update", "why_not"]
 
 TOKEN = "a-token-for-the-tests-of-several-hosts"
 RANKS = Path(__file__).parent / "netns_ranks.py"

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from netns_support import PORT, Hosts, Switch, heard, switch, update, why_not
+from netns_support import PORT, RANKS, Hosts, Switch, heard, switch, update, why_not
 
 from weightcast.gateway.addresses import http_url
 
@@ -103,6 +103,16 @@ def test_an_engine_that_gives_loopback_is_named(hosts: tuple[Switch, Hosts]) -> 
     text = str(heard(trainers[0]))
     assert text.startswith("AddressError: instance rollout-0: rollout-0 rank 0 is on host "), text
     assert " (127.0.0.1), and loopback reaches nobody on another host, such as trainer rank 0 on host " in text
+
+
+def test_a_pair_on_a_ray_node_at_an_ipv6_address(hosts: tuple[Switch, Hosts], monkeypatch: pytest.MonkeyPatch) -> None:
+    net, on = hosts
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    address = net.address6(0)
+    said = heard(on.start(0, "ray", str(RANKS.with_name("ray_at.py")), address))
+    assert isinstance(said, dict)
+    assert [url.startswith(f"http://[{address}]:") for url in said["urls"]] == [True, True], said
+    assert (said["trainer"], said["engine"]) == (address, [1, address])
 
 
 def test_guessers_are_told_apart_by_their_addresses(hosts: tuple[Switch, Hosts]) -> None:
