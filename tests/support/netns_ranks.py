@@ -60,9 +60,9 @@ def engine(url: str, address: str, instance: str, tells: bool = False) -> None:
     sink = PlainSink([Piece("w", SHAPE, (0, 0), held)])
     worker = InstanceWorker(url, PAIR, instance, sink, rank=0, world_size=1, address=address or None)
     while True:
-        begun, asks = time.monotonic(), not worker._outage.left
+        begun, before = time.monotonic(), worker._outage._next
         version = worker.serve(wait=0.05 if tells else 1.0)
-        if tells and asks and worker._outage.left:
+        if tells and worker._outage._next != before:
             say(["asked in vain", time.monotonic() - begun])
         if version is not None:
             say([version, bool(torch.equal(held, weights(version))), worker.fenced])
