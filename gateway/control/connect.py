@@ -117,6 +117,7 @@ async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) ->
             lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
             seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
+            lambda: pair.accounts(r for r in range(pair.spec.trainer_world) if r not in pair.trainer_reports),
         )
         generation, reports = pair.generation, list(pair.trainer_reports.values())
         layout = await asyncio.to_thread(merge_trainer, reports)
@@ -130,6 +131,7 @@ async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
         lambda: len(instance.reports) == world,
         pair.spec.settings.register,
         lambda: f"instance {instance.name} ranks {absent(instance.reports, world)} did not register",
+        instance.unregistered,
     )
     catalog = _trainer_layout(pair).tensors
     return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()), catalog)

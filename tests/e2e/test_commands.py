@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -108,8 +109,9 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     rows = lines_of(out)
     heads = [row[:7] for row in rows]
     assert ["instance", "phase", "version", "serves", "fenced", "ranks", "epoch"] in heads
-    assert ["rollout-0", "registering", "-", "no", "FENCED", "0 of 2", "1"] in heads
+    assert ["rollout-0", "registering", "-", "no", "waiting", "0 of 2", "1"] in heads
     assert ["rollout-0", "failed", "-", "no", "FENCED", "2 of 2", "1"] in heads
+    assert [row[7] for row in rows if row[:2] == ["rollout-0", "registering"]] == ["never"]
     assert "pair idle: 0 of 3 trainer ranks registered" in out
     assert "pair busy: 1 of 1 trainer ranks registered" in out
     assert "pair busy: instance rollout-0: rollout-0 rank 0, rollout-0 rank 1, trainer rank 0 did not join" in out
@@ -117,7 +119,7 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     status, out, err = say("status", "--gateway", gateway, "--json")
     assert (status, err) == (0, "")
     found = {pair["pair"]: pair for pair in json.loads(out)["pairs"]}
-    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": []}
+    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": [], "heard": None}
     assert list(found["idle"]["instances"]) == ["rollout-0", "rollout-1"]
     assert found["busy"]["instances"]["rollout-0"]["registered"] == [0, 1]
     assert found["busy"]["instances"]["rollout-0"]["version"] is None
@@ -182,7 +184,7 @@ def test_status_that_is_watched_as_json_outlives_the_gateway() -> None:
         while "trouble" not in (shown := json.loads(process.stdout.readline())):
             assert shown == {"pairs": []}
         assert shown["pairs"] == []
-        assert shown["trouble"].startswith("as it was last: gateway http://127.0.0.1:")
+        assert re.match(r"as it was at \d\d:\d\d:\d\d UTC: gateway http://127.0.0.1:", shown["trouble"])
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 

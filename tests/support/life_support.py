@@ -27,12 +27,14 @@ ONE = {ENGINE: {"kind": "worker", "world_size": 1}}
 
 
 class Engine:
-    """An own engine of one rank: a loop that does nothing but `serve`. `said` are the errors that it raised."""
+    """The first rank of an own engine: a loop that does nothing but `serve`. `said` are the errors that it raised."""
 
-    def __init__(self, url: str, token: str, pair: str = "main", name: str = ENGINE, wait: float = 0.05) -> None:
+    def __init__(
+        self, url: str, token: str, pair: str = "main", name: str = ENGINE, wait: float = 0.05, world: int = 1
+    ) -> None:
         self.weights = torch.full((SIZE,), float("nan"))
         sink = PlainSink([Piece("t", (SIZE,), (0,), self.weights)])
-        self.worker = InstanceWorker(url, pair, name, sink, rank=0, world_size=1, token=token)
+        self.worker = InstanceWorker(url, pair, name, sink, rank=0, world_size=world, token=token)
         self.served: list[int] = []
         self.said: list[WeightcastError] = []
         self._wait, self._end = wait, threading.Event()
