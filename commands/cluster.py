@@ -65,5 +65,5 @@ def _update(arguments: argparse.Namespace) -> None:
     from weightcast.cluster.trainer_ranks import update
 
     with on_ray(arguments.ray):
-        records = update(arguments.pair, arguments.version, arguments.deadline)
+        records = update(arguments.pair, arguments.version, _say, arguments.deadline)
     show_update(arguments.version, records, arguments.json)
