@@ -71,12 +71,6 @@ async def settings(call: Call) -> Answer:
     return asdict(call.pair.spec.settings)
 
 
-@ROUTES.add("GET", "/pairs/{name}/waiting", Access.WORKER)
-async def waiting(call: Call) -> Answer:
-    """Waits under way of a pair: who is missing, since when, and for how many seconds at most."""
-    return {"waiting": call.pair.waiting_json()}
-
-
 @ROUTES.add("POST", _TRAINER + "/beat", Access.WORKER, Speaker.TRAINER)
 async def trainer_beat(call: Call) -> None:
     """Sign of life of a trainer rank."""

@@ -75,6 +75,12 @@ async def show(call: Call) -> Answer:
     return call.pair.status()
 
 
+@ROUTES.add("GET", _PAIR + "/waiting", Access.READ)
+async def waiting(call: Call) -> Answer:
+    """Waits of a pair that are under way: who is missing, since when, and for how many seconds at most."""
+    return {"waiting": call.pair.waiting_json()}
+
+
 @ROUTES.add("DELETE", _PAIR, Access.OPERATOR)
 async def delete(call: Call) -> Answer:
     """Deletes a pair."""
