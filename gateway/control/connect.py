@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,9 @@ from weightcast.transfer.planner.topology import Hosts
 __all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
 
 log = logging.getLogger("weightcast.gateway")
+
+_SHOWN_MEMBERS = 8
+"""Number of missing members of a communicator that a message names."""
 
 
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
@@ -85,7 +89,8 @@ async def connect_instances(
             merged_layouts[instance.name] = instance.layout = layout
     if merged_layouts:
         try:
-            await _plan(pair, merged_layouts)
+            with pair.waiting(math.inf, lambda: f"the plan for {_listed(list(merged_layouts))} was not made"):
+                await _plan(pair, merged_layouts)
         except Exception as error:
             for name in merged_layouts:
                 _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
@@ -173,7 +178,8 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
         await instance.until(
             lambda: members <= instance.joined,
             pair.spec.settings.join,
-            lambda: f"instance {instance.name}: {', '.join(sorted(members - instance.joined))} did not join",
+            lambda: f"instance {instance.name}: {_listed(sorted(members - instance.joined))} did not join",
+            lambda: _unjoined(pair, instance),
         )
         await instance.in_update(call, missing)
         if instance.failure is not None:
@@ -184,6 +190,21 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
     except Exception as error:  # whatever it is, the ranks have to be told
         await _give_up(call)
         _connect_failed(pair, instance, as_weightcast_error(error))
+
+
+def _listed(members: Sequence[str]) -> str:
+    """The first members of a communicator, and the number of the others."""
+    more = f" and {len(members) - _SHOWN_MEMBERS} more" if len(members) > _SHOWN_MEMBERS else ""
+    return ", ".join(members[:_SHOWN_MEMBERS]) + more
+
+
+def _unjoined(pair: Pair, instance: Instance) -> str:
+    """What is known of the ranks of both sides that have not joined."""
+    if instance.parts is None:
+        return ""
+    senders = [r for r in instance.parts.trainer_ranks(instance.name) if f"trainer rank {r}" not in instance.joined]
+    ranks = [r for r in range(instance.world) if f"{instance.name} rank {r}" not in instance.joined]
+    return ", ".join(filter(None, [pair.accounts(senders), instance.accounts(ranks)]))
 
 
 async def _give_up(call: asyncio.Task[None]) -> None:

@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from gateway_support import running_gateway
 from life_support import soon
+from safetensors.torch import save_file
 
 from weightcast.cli import main
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
@@ -63,6 +65,23 @@ def test_a_connect_without_an_engine_names_it_everywhere_and_goes_on_when_it_com
             with part("engine", url, engine_log):
                 assert trainer.wait(120) == 0
                 assert "connected" in trainer_log.read_text()
+
+
+def test_load_says_whom_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"t": torch.ones(8)}, tmp_path / "model.safetensors")
+    instance = json.dumps({"name": "rollout-1", "kind": "worker", "world_size": 1})
+    with running_gateway() as (url, token), ExitStack() as processes:
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        log = tmp_path / "load.log"
+        out = processes.enter_context(log.open("wb"))
+        command = ["load", str(tmp_path), "--instance", instance, "--pair", "main", "--gateway", url]
+        load = subprocess.Popen([sys.executable, "-m", "weightcast", *command], stdout=out, stderr=out)
+        processes.callback(load.wait)
+        processes.callback(load.kill)
+        soon(lambda: MISSING in log.read_text(), 120.0)
+        processes.enter_context(part("engine", url, tmp_path / "engine.log"))
+        assert load.wait(120) == 0
+        assert "rollout-1: version 1, 1 regions verified" in log.read_text()
 
 
 def test_two_processes_for_one_engine_rank_are_both_named_to_the_trainer(
