@@ -11,15 +11,13 @@ from typing import Any
 
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
-from weightcast.cluster.trainer_ranks import give_back, kept_spec, start_trainer
+from weightcast.cluster.trainer_ranks import Say, give_back, kept_spec, start_trainer, who_is_missing
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import NAMESPACE, find_actor, import_ray
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
-from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
+from weightcast.transfer.errors import AuthorizationError, ControlError, DeadlineError, EngineError, WeightcastError
 
 __all__ = ["down", "moved", "on_ray", "up"]
-
-Say = Callable[[str], None]
 
 _DRAIN = 60.0
 _MOVE = 900.0
@@ -52,8 +50,9 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
     Those that an earlier call has started, and that are no longer in the file, leave and are stopped. Raises
     ControlError where anything else differs.
 
-    All that is started outlives this program, and is stopped again if any step fails. `seconds` limits each step, the
-    wait for an engine's node included.
+    All that is started outlives this program, and is stopped again if any step fails. It stays where only engines are
+    missing that somebody else starts: EngineError names them. `seconds` limits each step, the wait for an engine's node
+    included.
     """
     operator_token = os.environ.get(TOKEN_VARIABLE, "")
     with ExitStack() as undo:
@@ -82,11 +81,44 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             else:
                 _let_in(client, spec, urls, members, engines, undo)
                 _let_go(client, spec, members, say)
-        if kept_spec(spec.pair, seconds) is None:
-            start_trainer(spec, token, undo, seconds)
-            say(f"{spec.trainer.ranks} trainer ranks are connected")
+            if kept_spec(spec.pair, seconds) is None:
+                _start_trainer(client, spec, token, undo, say, seconds)
+            else:
+                absentees = [f"the engine of instance {name} has not come yet" for name in _awaited(client, spec)]
+                for line in who_is_missing(spec) or absentees:
+                    say(f"pair {spec.pair}: {line}")
         undo.pop_all()
     return urls
+
+
+def _start_trainer(
+    client: GatewayClient, spec: ClusterSpec, token: str, undo: ExitStack, say: Say, seconds: float
+) -> None:
+    """Starts and connects the trainer. Raises EngineError, and undoes nothing, if only others' engines are missing."""
+    try:
+        start_trainer(spec, token, undo, say, seconds)
+    except DeadlineError as error:
+        names = ", ".join(_awaited(client, spec))
+        if not names:
+            raise
+        undo.pop_all()
+        raise EngineError(
+            f"{error}; all that 'up' started stays: start {names}, then run weightcast update {spec.pair} --version N; "
+            "weightcast down takes it back"
+        ) from None
+    say(f"{spec.trainer.ranks} trainer ranks are connected")
+
+
+def _awaited(client: GatewayClient, spec: ClusterSpec) -> list[str]:
+    """Instances whose ranks have not registered, if somebody else is to start them and all else is well."""
+    status = client.pair_status(spec.pair)
+    trainer = status["trainer"]
+    instances = {name: i for name, i in status["instances"].items() if i["phase"] != "left"}
+    names = [name for name, i in instances.items() if len(i["registered"]) < i["world_size"]]
+    started_here = {instance.name for instance in spec.instances if instance.command}
+    is_well = len(trainer["registered"]) == trainer["world_size"] and not trainer["silent"]
+    is_well = is_well and not any(i["phase"] == "failed" for name, i in instances.items() if name not in names)
+    return names if is_well and not started_here.intersection(names) else []
 
 
 def _token_for_ranks(spec: ClusterSpec, operator: str, say: Say) -> str:

@@ -68,5 +68,5 @@ def _update(arguments: argparse.Namespace) -> None:
     from weightcast.cluster.trainer_ranks import update
 
     with on_ray(arguments.ray):
-        result = update(arguments.pair, arguments.version, arguments.deadline, restart=arguments.restart)
+        result = update(arguments.pair, arguments.version, _say, arguments.deadline, restart=arguments.restart)
     show_update(result.stamp, result.instances, arguments.json)

@@ -21,7 +21,8 @@ import httpx
 from weightcast.gateway.addresses import UNKNOWN, Place, transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.ray_address import SCHEME, node_address
-from weightcast.gateway.records import Order
+from weightcast.gateway.records import Order, WaitRecord
+from weightcast.gateway.reminder import Reminder
 from weightcast.gateway.versions import Version
 from weightcast.transfer.documents import as_json
 from weightcast.transfer.errors import (
@@ -130,6 +131,7 @@ class GatewayClient:
     calls until `begin`. `timeout` is the number of seconds that one which has not answered before may take.
     `incarnation` is that of the trainer rank which this client has registered, or speaks for: every request says it.
     While `once` is set, a request is made a single time. It may take `once` seconds beyond the `wait` that it asks for.
+    `reminder` is asked after each long poll that brings nothing.
     """
 
     def __init__(
@@ -149,6 +151,7 @@ class GatewayClient:
         self._local_address = ""
         self.incarnation: Incarnation | None = None
         self.once: float | None = None
+        self.reminder: Reminder | None = None
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"},
@@ -188,8 +191,10 @@ class GatewayClient:
             self._local_address = numeric(str(stream.get_extra_info("client_addr")[0]))
 
     def begin(self) -> None:
-        """Starts the seconds of `outage` anew, also for a gateway that was lost before."""
+        """Starts the seconds of `outage` anew, also for a gateway that was lost before, and those of the reminder."""
         self._lost = None
+        if self.reminder is not None:
+            self.reminder.begin()
 
     @property
     def _patience(self) -> float:
@@ -198,7 +203,12 @@ class GatewayClient:
     @property
     def _longest_poll(self) -> float:
         """Seconds of a long poll, so short that a late answer shows before `outage` is over."""
-        return min(POLL, self._patience / 2)
+        longest = min(POLL, self._patience / 2)
+        return longest if self.reminder is None else min(longest, self.reminder.left)
+
+    def _nothing_came(self) -> None:
+        if self.reminder is not None:
+            self.reminder.tick()
 
     def _call(self, method: str, path: str, json: object = None, **request: Any) -> httpx.Response:
         if self._client.is_closed:
@@ -262,6 +272,7 @@ class GatewayClient:
             response = self._call(method, path, params=params, json=json)
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
+            self._nothing_came()
 
     # Whole pairs
 
@@ -318,6 +329,11 @@ class GatewayClient:
         """One pair as the gateway reports it."""
         return dict(self._call("GET", f"/pairs/{pair}").json())
 
+    def waiting(self, pair: str, instance: str = "") -> list[WaitRecord]:
+        """Waits of a pair that are under way; with `instance` those for it alone."""
+        records = self._call("GET", f"/pairs/{pair}/waiting").json()["waiting"]
+        return [WaitRecord(**record) for record in records if record.pop("instance") == instance or not instance]
+
     def settings(self, pair: str) -> dict[str, float]:
         """The settings of a pair."""
         return dict(self._call("GET", f"/pairs/{pair}/settings").json())
@@ -361,7 +377,10 @@ class GatewayClient:
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
         params = {"after": after, "wait": min(wait, self._longest_poll), "known": known}
-        return _orders_of(self._call("GET", path, params=params).json())
+        answer = _orders_of(self._call("GET", path, params=params).json())
+        if not answer.orders:
+            self._nothing_came()
+        return answer
 
     def result(self, pair: str, version: Version, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
         """Waits for the end of an update. Returns its record for each instance."""

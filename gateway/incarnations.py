@@ -78,11 +78,14 @@ class TrainerProcess:
     def process(self) -> str:
         return process_of(self.start)
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """The process in words, without its rank."""
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.registered))
-        return (
-            f"trainer rank {self.rank}, process {self.pid} on {self.host or 'an unnamed host'} (registered {date} UTC)"
-        )
+        return f"process {self.pid} on {self.host or 'an unnamed host'} (registered {date} UTC)"
+
+    def __str__(self) -> str:
+        return f"trainer rank {self.rank}, {self.place}"
 
 
 class Standing(NamedTuple):

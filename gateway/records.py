@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -33,6 +34,9 @@ __all__ = [
     "PairSpec",
     "PauseMode",
     "UpdateRecord",
+    "WaitRecord",
+    "utc",
+    "wait_lines",
 ]
 
 EngineKind = Literal["sglang", "worker"]
@@ -266,3 +270,32 @@ class UpdateRecord:
     def as_json(self) -> dict[str, Any]:
         """Fields by name, as they are sent."""
         return asdict(self) | {"version": self.version.as_json()}
+
+
+_SHOWN_WAITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecord:
+    """A wait under way: who is missing, since when (UTC), for how many seconds so far and at most; None without end."""
+
+    missing: str
+    since: str
+    seconds: float
+    limit: float | None
+
+    def __str__(self) -> str:
+        limit = "" if self.limit is None else f" of {self.limit:g} s"
+        return f"waiting, {self.seconds:.0f} s{limit}: {self.missing}"
+
+
+def wait_lines(waits: Sequence[WaitRecord]) -> list[str]:
+    """A line for each of the first waits, and one for the number of the others."""
+    lines = [str(wait) for wait in waits[:_SHOWN_WAITS]]
+    hidden = len(waits) - _SHOWN_WAITS
+    return [*lines, f"and {hidden} waits more; weightcast status has all"] if hidden > 0 else lines
+
+
+def utc(moment: float) -> str:
+    """A time in seconds since 1970 as UTC: "2026-12-01T12:03:11Z"."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,9 @@ from weightcast.transfer.planner.topology import Hosts
 __all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
 
 log = logging.getLogger("weightcast.gateway")
+
+_SHOWN_MEMBERS = 8
+"""Number of missing members of a communicator that a message names."""
 
 
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
@@ -92,7 +96,8 @@ async def connect_instances(
             merged_layouts[instance.name] = instance.layout = layout
     if merged_layouts:
         try:
-            await _plan(pair, merged_layouts)
+            with pair.waiting(math.inf, lambda: f"the plan for {_listed(list(merged_layouts))} was not made"):
+                await _plan(pair, merged_layouts)
         except Exception as error:
             for name in merged_layouts:
                 _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
@@ -124,6 +129,7 @@ async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) ->
             lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
             seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
+            lambda: pair.accounts(r for r in range(pair.spec.trainer_world) if r not in pair.trainer_reports),
         )
         generation, reports = pair.generation, list(pair.trainer_reports.values())
         layout = await asyncio.to_thread(merge_trainer, reports)
@@ -137,6 +143,7 @@ async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
         lambda: len(instance.reports) == world,
         pair.spec.settings.register,
         lambda: f"instance {instance.name} ranks {absent(instance.reports, world)} did not register",
+        instance.unregistered,
     )
     catalog = _trainer_layout(pair).tensors
     return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()), catalog)
@@ -197,7 +204,8 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
         await instance.until(
             lambda: members <= instance.joined,
             pair.spec.settings.join,
-            lambda: f"instance {instance.name}: {', '.join(sorted(members - instance.joined))} did not join",
+            lambda: f"instance {instance.name}: {_listed(sorted(members - instance.joined))} did not join",
+            lambda: _unjoined(pair, instance),
         )
         await instance.in_update(call, missing)
         if instance.failure is not None:
@@ -208,6 +216,21 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
     except Exception as error:  # whatever it is, the ranks have to be told
         await _give_up(call)
         _connect_failed(pair, instance, as_weightcast_error(error))
+
+
+def _listed(members: Sequence[str]) -> str:
+    """The first members of a communicator, and the number of the others."""
+    more = f" and {len(members) - _SHOWN_MEMBERS} more" if len(members) > _SHOWN_MEMBERS else ""
+    return ", ".join(members[:_SHOWN_MEMBERS]) + more
+
+
+def _unjoined(pair: Pair, instance: Instance) -> str:
+    """What is known of the ranks of both sides that have not joined."""
+    if instance.parts is None:
+        return ""
+    senders = [r for r in instance.parts.trainer_ranks(instance.name) if f"trainer rank {r}" not in instance.joined]
+    ranks = [r for r in range(instance.world) if f"{instance.name} rank {r}" not in instance.joined]
+    return ", ".join(filter(None, [pair.accounts(senders), instance.accounts(ranks)]))
 
 
 async def _give_up(call: asyncio.Task[None]) -> None:

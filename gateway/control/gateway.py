@@ -16,7 +16,7 @@ from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.control.store import Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Standing
-from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.records import EngineSpec, PairSpec, wait_lines
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import AbsentError, ControlError, InputError
 
@@ -166,7 +166,7 @@ class Gateway:
                 raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
 
     async def _listen(self) -> None:
-        """Wakes the waits for ranks that are no longer heard from."""
+        """Wakes the waits for ranks that are no longer heard from, and says in the log who is missing in waits."""
         last_time = time.monotonic()
         while True:
             await asyncio.sleep(LISTEN_SECONDS)
@@ -180,6 +180,9 @@ class Gateway:
                     if side.listen(now):
                         log.warning("%s", side.silence(), extra={"pair": pair.spec.name})
                         side.notify()
+                due_waits = [wait.record() for _, wait in pair.under_way() if wait.is_due(now)]
+                for line in wait_lines(due_waits):
+                    log.warning("pair %s: %s", pair.spec.name, line, extra={"pair": pair.spec.name})
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         task = asyncio.create_task(work)

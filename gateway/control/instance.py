@@ -23,7 +23,7 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
-from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
+from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord, utc
 from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
@@ -37,6 +37,7 @@ from weightcast.transfer.errors import (
     VersionError,
     WeightcastError,
 )
+from weightcast.transfer.layout.summaries import number_ranges
 from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.parts import PlanParts
@@ -93,7 +94,8 @@ class Instance(Party):
 
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
     processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
-    it. `evicted` says why the instance has left, if it did so because it was dead; empty otherwise.
+    it. `evicted` says why the instance has left, if it did so because it was dead; empty otherwise. `committed_at` is
+    the time of its last commit in this life of the gateway, in UTC.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Instance(Party):
         self.identities: dict[int, str] = {}
         self.displaced: dict[str, str] = {}
         self.latest: Version | None = None
+        self.committed_at: str | None = None
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
         self.evicted = ""
@@ -217,6 +220,16 @@ class Instance(Party):
         return self.record.serves and not self.silent
 
     @property
+    def state(self) -> str:
+        """The state in one word, for people: "waiting" until it connects for the first time, or what it is since."""
+        if self.serves:
+            return "serves"
+        never_served = self.record.version is None and not self.generation
+        if never_served and (self.record.phase is Phase.REGISTERING or not self.reports) and self.present:
+            return "waiting"
+        return "fenced" if self.record.fenced and self.present else self.record.phase.value
+
+    @property
     def updating(self) -> Version | None:
         """The version of the update that holds the instance; None between updates, and in a connect."""
         return self.step.version if self.step is not None else None
@@ -254,6 +267,8 @@ class Instance(Party):
     def adopt(self, record: InstanceRecord, event: Event, reason: str = "") -> None:
         """Takes a record that `event` has led to."""
         old_record, self.record = self.record, record
+        if event is Event.COMMIT:
+            self.committed_at = utc(time.time())
         version = record.target or record.version
         fields = {"pair": self.pair, "instance": self.name, "version": None if version is None else version.as_json()}
         log.info("%s: %s -> %s%s", event, old_record.phase, record.phase, f": {reason}" if reason else "", extra=fields)
@@ -281,7 +296,13 @@ class Instance(Party):
             self.failure = error
         self.notify()
 
-    async def until(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
+    async def until(
+        self,
+        ready: Callable[[], bool],
+        seconds: float,
+        missing: Callable[[], str],
+        detail: Callable[[], str] = lambda: "",
+    ) -> None:
         """Waits like `wait`, but at most until the time for the whole update is over.
 
         Raises the failure of a rank of this instance at once, and DeadlineError when a rank has fallen silent.
@@ -292,9 +313,9 @@ class Instance(Party):
 
         budget = self.left(seconds)
         if budget < seconds:
-            await self.in_update(self.wait(over, budget, missing), missing)
+            await self._in_time(self.wait(over, budget, missing, detail), missing)
         else:
-            await self.wait(over, seconds, missing)
+            await self.wait(over, seconds, missing, detail)
         if self.failure is not None:
             raise self.failure
         if self.silent and not ready():
@@ -305,7 +326,15 @@ class Instance(Party):
         return seconds if self.deadline is None else min(seconds, self.deadline.left)
 
     async def in_update(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
-        """Runs a step of the update under way. Raises DeadlineError with the text of `missing()` when time is over."""
+        """Runs a call to the engine in the update under way, as one of `waits`.
+
+        Raises DeadlineError with the text of `missing()` when the time for the update is over.
+        """
+        url = self.spec.url
+        with self.waiting(self.left(self.settings.engine), missing, lambda: f"it was asked at {url}" if url else ""):
+            await self._in_time(step, missing)
+
+    async def _in_time(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
         deadline = self.deadline
         if deadline is None:
             await step
@@ -351,6 +380,18 @@ class Instance(Party):
     def _process(self, identity: str) -> str:
         """A process in words: its number and host, and when it was first heard of by this gateway."""
         return f"{_process_name(identity)} (since {self._since.get(identity, 'before the gateway started')})"
+
+    def process(self, rank: int) -> str:
+        return self._process(identity) if (identity := self.identities.get(rank)) else ""
+
+    def unregistered(self) -> str:
+        """What is known of the ranks that have not registered for the present epoch, and what to do about them."""
+        ranks = [rank for rank in range(self.world) if rank not in self.reports]
+        if self.spec.kind != "worker":
+            remedy = f"the engine was asked at {self.spec.url}; its log says what keeps it"
+        else:
+            remedy = "start the engine, whose ranks call InstanceWorker.serve between two batches"
+        return f"{self.accounts(ranks)}; {remedy}"
 
     def _takes(self, rank: int, identity: str) -> str:
         """Makes a process the one of a rank, and tells in words which process it has displaced.
@@ -408,7 +449,7 @@ class Instance(Party):
         elif (displacement or contradiction) and not self.record.fenced:
             self._distrust(f"{displacement}, with other memory" if displacement else f"rank {rank} {contradiction}")
         if displacement and late:
-            self._start_over(rank)
+            self._start_over(rank, displacement)
         self.reports[rank], self.places[rank] = report, place
         self._speaks(rank)
         self.notify()
@@ -418,14 +459,19 @@ class Instance(Party):
         """Notes that a rank started anew after it had joined: the instance is fenced, and connects anew."""
         check_rank(self.name, rank, self.world, self.pair)
         self.check_process(identity)
-        self._takes(rank, identity)
-        self._start_over(rank)
+        self._start_over(rank, self._takes(rank, identity))
         self._speaks(rank)
         self.notify()
 
-    def _start_over(self, rank: int) -> None:
-        """Fences the instance, because the process of a rank is another one in the middle of an epoch."""
-        error = ControlError(f"{self.name} rank {rank} started anew; the next update connects the instance again")
+    def _start_over(self, rank: int, displacement: str) -> None:
+        """Fences the instance, because the process of a rank is another one in the middle of an epoch.
+
+        `displacement` names both processes, if the one before is known.
+        """
+        clause = f": {displacement}; end one of the two if both run" if displacement else ""
+        error = ControlError(
+            f"{self.name} rank {rank} started anew{clause}; the next update connects the instance again"
+        )
         self.suspect = True
         if not self.record.fenced:
             self._distrust(str(error))
@@ -436,6 +482,7 @@ class Instance(Party):
 
     def _speaks(self, rank: int) -> None:
         """Notes that a missed rank lives, because it asks for something before its beat has come."""
+        self.signs[rank] = time.time()
         if rank in self.heard:
             self.hear(rank, time.monotonic())
 
@@ -580,8 +627,8 @@ class Instance(Party):
 
 
 def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:
-    """The ranks of 0..world-1 that are not in `present`."""
-    return ", ".join(str(rank) for rank in range(world) if rank not in present)
+    """The ranks of 0..world-1 that are not in `present`, in ranges."""
+    return number_ranges(rank for rank in range(world) if rank not in present)
 
 
 def _process_name(identity: str) -> str:

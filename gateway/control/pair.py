@@ -21,10 +21,10 @@ from weightcast.gateway.addresses import UNKNOWN, Place
 from weightcast.gateway.control.instance import RESTARTED, Instance, Step, absent, check_rank, check_report
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.control.waiting import Party
+from weightcast.gateway.control.waiting import Party, Wait
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
-from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord
+from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord, utc
 from weightcast.gateway.versions import MOST_LINEAGES, Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
@@ -75,8 +75,9 @@ class Pair(Party):
     """Everything the gateway knows of one pair, with the waits on it.
 
     `incarnations` are the trainer's processes. `boot` stands for this life of the pair, in which its orders are
-    numbered. Another life begins when the gateway starts again, or when the pair is created again. `sent` has the last
-    report of each trainer rank, as bytes and decoded: it sends the same for every instance of an update.
+    numbered. Another life begins when the gateway starts again, or when the pair is created again: `since` is when, in
+    UTC. `sent` has the last report of each trainer rank, as bytes and decoded: it sends the same for every instance of
+    an update.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Pair(Party):
         if len(set(urls)) != len(urls):
             raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")
         self.spec = spec = spec if spec.uid else replace(spec, uid=uuid.uuid4().hex)
-        self.boot = uuid.uuid4().hex
+        self.boot, self.since = uuid.uuid4().hex, utc(time.time())
         self.store = store or Store()
         self.updated = updated
         self.instances = {name: Instance(spec, name, s, store=self.store) for name, s in spec.instances.items()}
@@ -164,8 +165,14 @@ class Pair(Party):
             unwanted = step.version is not None and (self.conflict is not None or bool(self.silent))
             return unwanted or step.generation != self.generation or all(i.step is None for i in instances())
 
-        if not await self.poll(ready, math.inf if deadline is None else deadline.left):
-            names = ", ".join(i.name for i in instances() if i.step is not None)
+        def holding() -> str:
+            return ", ".join(i.name for i in instances() if i.step is not None)
+
+        seconds = math.inf if deadline is None else deadline.left
+        with self.waiting(seconds, lambda: f"another connect or update has not released {holding()}"):
+            in_time = await self.poll(ready, seconds)
+        if not in_time:
+            names = holding()
             seconds = 0.0 if deadline is None else deadline.seconds
             raise DeadlineError(
                 f"pair {self.spec.name}: still being connected {seconds:g} s after the first offer: {names}"
@@ -246,6 +253,7 @@ class Pair(Party):
         if admission.begins:
             self._new_generation(rank)
         self.trainer_reports[rank], self.trainer_places[rank] = report, place
+        self.signs[rank] = time.time()
         self._silence_others(admission)
         self.notify()
         generation, first_order = self.generation, self._first_order
@@ -288,6 +296,10 @@ class Pair(Party):
             for task in tuple(self.asking):
                 task.cancel()
             self.notify()
+
+    def process(self, rank: int) -> str:
+        believed = self.incarnations.believed(rank)
+        return believed.place if believed is not None else ""
 
     async def beat(self, rank: int) -> None:
         """Notes that a trainer rank lives, if it has registered."""
@@ -392,6 +404,7 @@ class Pair(Party):
             lambda: self.conflict is not None or bool(self.silent) or len(self.offers) == world,
             min(self.spec.settings.offer, deadline.left),
             lambda: f"trainer ranks {absent(self.offers, world)} did not offer version {version}",
+            lambda: self.accounts(rank for rank in range(world) if rank not in self.offers),
         )
         self.check_wanted()
 
@@ -533,15 +546,28 @@ class Pair(Party):
                     instance.hear(rank, time.monotonic())
         return pair
 
+    def under_way(self) -> list[tuple[str, Wait]]:
+        """The waits on the pair and on its instances, each with the name of the instance, empty for the pair's own."""
+        sides: list[tuple[str, Party]] = [("", self), *((i.name, i) for i in self.present)]
+        return [(name, wait) for name, side in sides for wait in side.waits]
+
+    def waiting_json(self) -> list[dict[str, Any]]:
+        """Who is missing in each wait under way, as JSON."""
+        return [{"instance": name, **asdict(wait.record())} for name, wait in self.under_way()]
+
     def status(self) -> dict[str, Any]:
-        """State of the pair for people, as JSON."""
+        """State of the pair for people, as JSON. Times are UTC."""
         return {
             "pair": self.spec.name,
             "uid": self.spec.uid,
+            "now": utc(time.time()),
+            "since": self.since,
+            "waiting": self.waiting_json(),
             "trainer": {
                 "world_size": self.spec.trainer_world,
                 "registered": sorted(self.trainer_reports),
                 "silent": list(self.silent),
+                "heard": self.last_sign,
             },
             "offers": {str(rank): offer.version.as_json() for rank, offer in sorted(self.offers.items())},
             "settings": asdict(self.spec.settings),
@@ -554,14 +580,17 @@ class Pair(Party):
 
 def _status(i: Instance) -> dict[str, Any]:
     return {
+        "state": i.state,
         "phase": i.record.phase.value,
         "version": None if i.record.version is None else i.record.version.as_json(),
+        "committed": i.committed_at,
         "serves": i.serves,
         "fenced": i.record.fenced,
         "epoch": i.record.epoch,
         "reason": i.record.reason or (i.silence() if i.silent else ""),
         "registered": sorted(i.reports),
         "silent": list(i.silent),
+        "heard": i.last_sign,
         "orders": i.orders.count,
         "world_size": i.world,
         "updates": [update.as_json() for update in i.updates],

@@ -351,6 +351,7 @@ class _Update:
             lambda: len(instance.ready_ranks) == world or bool(instance.stale) or _refused(call),
             instance.settings.prepare,
             lambda: f"instance {instance.name} ranks {absent(instance.ready_ranks, world)} did not get ready",
+            lambda: instance.accounts(rank for rank in range(world) if rank not in instance.ready_ranks),
         )
         if instance.stale:
             raise StalePlanError(f"instance {instance.name}: {instance.stale}")
@@ -373,6 +374,7 @@ class _Update:
                 f"instance {instance.name}: trainer ranks {absent(instance.first_digests, senders)} did not digest "
                 "their weights before the transfer"
             ),
+            lambda: self._pair.accounts(rank for rank in range(senders) if rank not in instance.first_digests),
         )
         reports = dict(instance.first_digests)
         if not any(len(report.values.row) for report in reports.values()):

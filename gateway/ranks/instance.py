@@ -29,8 +29,10 @@ from weightcast.gateway.ranks.membership import (
     place_of,
     report_of,
 )
+from weightcast.gateway.ranks.orders import say_who_is_missing
 from weightcast.gateway.ranks.outage import Outage
 from weightcast.gateway.records import Action, Order
+from weightcast.gateway.reminder import SAY_SECONDS, SELDOM_SECONDS, Reminder
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
@@ -110,6 +112,7 @@ class InstanceWorker:
         self.memory = memory or MemoryRecord()
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage, identity=self.memory.identity)
+        self._client.reminder = Reminder(self._remind, SAY_SECONDS, SELDOM_SECONDS)
         self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
         self._rank, self._world = whole_number("rank", rank), whole_number("world_size", world_size)
@@ -389,6 +392,21 @@ class InstanceWorker:
             if not busy and time.monotonic() >= until:
                 return None
 
+    def _remind(self) -> None:
+        """Says what this rank waits for: its first connect, or others that are missing in one under way."""
+        if self._epoch:
+            say_who_is_missing(self._client, self._pair, self._who, self._instance)
+        elif not self._absent:
+            text = "no connect from the trainer yet; its ranks call TrainerWorker.connect()"
+            log.warning("%s: pair %s: %s", self._who, self._pair, text)
+
+    def _say_failure(self, order: Order) -> None:
+        """Says why a connect or an update of this instance failed."""
+        if order.action is Action.FAILED:
+            log.warning("%s: the connect failed: %s", self._who, order.reason)
+        elif order.action is Action.END and order.version is not None and not order.committed:
+            log.warning("%s: version %s was not committed: %s", self._who, order.version, order.reason)
+
     def _say_absent(self, error: AbsentError) -> None:
         if str(error) != self._absent:  # once, and again when there are other pairs: the name may be misspelt
             self._absent = str(error)
@@ -446,6 +464,7 @@ class InstanceWorker:
 
     def _obey(self, order: Order) -> None:
         """Follows one order. Failures are told to the gateway, which ends the connect or update."""
+        self._say_failure(order)
         with suppress(WeightcastError):
             if order.action is Action.REGISTER:
                 self.disconnect()

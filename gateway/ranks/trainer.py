@@ -21,8 +21,9 @@ from weightcast.gateway.client import GatewayClient, Registered, Seat
 from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, place_of, report_of
-from weightcast.gateway.ranks.orders import OrderFeed
+from weightcast.gateway.ranks.orders import OrderFeed, say_who_is_missing
 from weightcast.gateway.records import Action, Order
+from weightcast.gateway.reminder import SAY_SECONDS, SELDOM_SECONDS, Reminder
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
 from weightcast.transfer.colocated.host_memory import share_memory
@@ -103,6 +104,10 @@ class TrainerWorker:
         self._url, self._token = url, token
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage)
+        seconds = SAY_SECONDS if rank == 0 else SELDOM_SECONDS
+        self._client.reminder = Reminder(
+            lambda: say_who_is_missing(self._client, pair, f"trainer rank {rank}"), seconds, seconds
+        )
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
         self._source, self._share = source, share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from weightcast.gateway.layouts.inspection import inspect_instance
+from weightcast.gateway.layouts.inspection import InspectTable, ReportsTable, inspect_instance, inspect_reports
 from weightcast.gateway.records import EngineSpec, PairOptions
 from weightcast.gateway.server.requests import NOTHING, Reply, json_reply
 from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, Routes
@@ -37,12 +37,17 @@ async def leave(call: Call) -> Answer:
 
 @ROUTES.add("GET", _INSTANCE + "/inspect", Access.READ, query=[_TEXT], kinds=["application/json", "text/plain"])
 async def inspect(call: Call) -> Answer:
-    """Layout of an instance: ranks, slots, replicas, and the audit of dispatch."""
+    """Layout of an instance: ranks, slots, replicas, and the audit of dispatch. Without one, what ranks reported."""
     name, pair = call.path["instance"], call.path["name"]
     instance = call.pair.instance(name)
-    if instance.layout is None:
+    table: InspectTable | ReportsTable
+    if instance.layout is not None:
+        table = inspect_instance(instance.layout)
+    elif instance.reports:
+        reason = str(instance.failure or "its ranks are still registering")
+        table = inspect_reports(name, instance.world, instance.reports, reason)
+    else:
         raise instance.failure or ControlError(f"instance {name} of pair {pair} has not registered yet")
-    table = inspect_instance(instance.layout)
     if call.flag("text"):
         return Reply(200, table.to_text().encode(), b"text/plain; charset=utf-8")
     return table.to_json()
@@ -68,6 +73,12 @@ async def create(call: Call) -> Answer:
 async def show(call: Call) -> Answer:
     """Status of a pair."""
     return call.pair.status()
+
+
+@ROUTES.add("GET", _PAIR + "/waiting", Access.READ)
+async def waiting(call: Call) -> Answer:
+    """Waits of a pair that are under way: who is missing, since when, and for how many seconds at most."""
+    return {"waiting": call.pair.waiting_json()}
 
 
 @ROUTES.add("DELETE", _PAIR, Access.OPERATOR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -109,8 +110,9 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     rows = lines_of(out)
     heads = [row[:7] for row in rows]
     assert ["instance", "phase", "version", "serves", "fenced", "ranks", "epoch"] in heads
-    assert ["rollout-0", "registering", "-", "no", "FENCED", "0 of 2", "1"] in heads
+    assert ["rollout-0", "registering", "-", "no", "waiting", "0 of 2", "1"] in heads
     assert ["rollout-0", "failed", "-", "no", "FENCED", "2 of 2", "1"] in heads
+    assert [row[7] for row in rows if row[:2] == ["rollout-0", "registering"]] == ["never"]
     assert "pair idle: 0 of 3 trainer ranks registered" in out
     assert "pair busy: 1 of 1 trainer ranks registered" in out
     assert "pair busy: instance rollout-0: rollout-0 rank 0, rollout-0 rank 1, trainer rank 0 did not join" in out
@@ -118,7 +120,7 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     status, out, err = say("status", "--gateway", gateway, "--json")
     assert (status, err) == (0, "")
     found = {pair["pair"]: pair for pair in json.loads(out)["pairs"]}
-    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": []}
+    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": [], "heard": None}
     assert list(found["idle"]["instances"]) == ["rollout-0", "rollout-1"]
     assert found["busy"]["instances"]["rollout-0"]["registered"] == [0, 1]
     assert found["busy"]["instances"]["rollout-0"]["version"] is None
@@ -183,7 +185,7 @@ def test_status_that_is_watched_as_json_outlives_the_gateway() -> None:
         while "trouble" not in (shown := json.loads(process.stdout.readline())):
             assert shown == {"pairs": []}
         assert shown["pairs"] == []
-        assert shown["trouble"].startswith("as it was last: gateway http://127.0.0.1:")
+        assert re.match(r"as it was at \d\d:\d\d:\d\d UTC: gateway http://127.0.0.1:", shown["trouble"])
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 
@@ -206,6 +208,87 @@ def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) 
     status, out, _ = say("status", "--gateway", gateway)
     assert status == 0
     assert "rollout-0 rank 1: tensor 'w' box [a:b] in [some/x] [red]is lost" in " ".join(out.split())
+
+
+def test_status_shows_trainer_ranks_that_are_silent(gateway: str, say: Callable[..., Said]) -> None:
+    """Both had registered, and both are dead: that they had registered was all that was shown."""
+    with GatewayClient(gateway) as client:
+        settings = {"heartbeat": 0.1, "silence": 0.5}
+        client.create_pair("dead", 1, {"rollout-0": {"kind": "worker", "world_size": 1}}, settings)
+        client.register_trainer("dead", whole([moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]))
+        client.beat("dead/trainer/0", "")
+        limit = time.monotonic() + 30.0
+        while not client.pair_status("dead")["trainer"]["silent"]:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+    status, out, _ = say("status", "--gateway", gateway)
+    assert status == 0
+    assert re.search(r"pair dead: 1 of 1 trainer ranks registered, ranks 0 SILENT, last heard \d+ s ago", out)
+
+
+def test_pairs_without_a_sign_of_life_fold_into_a_line(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    def shown(**options: bool) -> str:
+        Console().print(*status_command._shown(pairs, **options).renderables, soft_wrap=True)
+        return capsys.readouterr().out
+
+    with GatewayClient(gateway) as client:
+        for name in ("old-a", "old-b", "fresh"):
+            client.create_pair(name, 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        pairs = [pair for pair in client.status() if pair["pair"] in ("old-a", "old-b", "fresh")]
+    for pair in pairs:
+        if pair["pair"] != "fresh":
+            pair["now"] = f"{int(pair['now'][:4]) + 1}{pair['now'][4:]}"  # a year has gone by
+    text = shown()
+    assert (
+        "2 pairs without a sign of life for over an hour: old-a, old-b "
+        "(weightcast status --all; weightcast delete PAIR)\n" in text
+    )
+    assert "pair fresh: 0 of 1 trainer ranks registered" in text
+    assert "pair old-a" not in text
+    assert "pair old-a: 0 of 1 trainer ranks registered" in shown(show_all=True)
+    assert "without a sign of life" not in shown(show_all=True)
+    pairs[0]["trainer"]["heard"] = pairs[0]["now"]
+    assert "1 pair without a sign of life for over an hour: old-b (" in shown()
+
+
+def test_times_are_shown_as_ages() -> None:
+    now = "2026-12-01T12:00:00Z"
+    moments = ["2026-12-01T12:00:00Z", "2026-12-01T11:59:48Z", "2026-12-01T11:30:00Z", "2026-11-30T12:00:00Z", None]
+    assert [status_command._ago(now, moment) for moment in moments] == [
+        "0 s ago",
+        "12 s ago",
+        "30 min ago",
+        "24 h ago",
+        "",
+    ]
+
+
+def test_inspect_after_a_connect_without_a_layout(gateway: str, say: Callable[..., Said]) -> None:
+    """It repeated the error: now it says what each rank has reported."""
+    reports = [moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]
+    with GatewayClient(gateway) as client, GatewayClient(gateway) as engine:
+        settings = {"register": 1.0}
+        client.create_pair("partly", 1, {"rollout-0": {"kind": "worker", "world_size": 2}}, settings)
+        client.register_trainer("partly", whole(reports))
+        engine.register_instance(Seat("partly", "rollout-0", 1, "instance", 1), reports[1])
+        client.start_connect("partly")
+        limit = time.monotonic() + 30.0
+        while client.pair_status("partly")["instances"]["rollout-0"]["phase"] != "failed":
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+    status, out, err = say("inspect", "partly", "rollout-0", "--gateway", gateway)
+    assert (status, err) == (3, "")
+    assert out.startswith("instance rollout-0 has no layout: pair partly: instance rollout-0 ranks 0 did not register")
+    assert "ranks that have not reported: 0\n" in out
+    (row,) = [cells for line in out.splitlines() if (cells := line.split())[:1] == ["1"]]
+    assert row[3] == str(len(reports[1].table)), "its regions"
+    assert "\nrank 1 holds " in out
+    status, out, err = say("inspect", "partly", "rollout-0", "--gateway", gateway, "--json")
+    assert (status, err) == (3, "")
+    table = json.loads(out)
+    assert (table["complete"], table["missing"], [rank["rank"] for rank in table["ranks"]]) == (False, [0], [1])
 
 
 def test_inspect(gateway: str, say: Callable[..., Said]) -> None:

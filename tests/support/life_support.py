@@ -28,7 +28,7 @@ ONE = {ENGINE: {"kind": "worker", "world_size": 1}}
 
 
 class Engine:
-    """An own engine of one rank: a loop that does nothing but `serve`. `said` are the errors that it raised.
+    """The first rank of an own engine: a loop that does nothing but `serve`. `said` are the errors that it raised.
 
     With `memory` and `weights` of an earlier one it is the same process with another worker. Its sink is one of
     `weights` unless given.
@@ -41,6 +41,7 @@ class Engine:
         pair: str = "main",
         name: str = ENGINE,
         wait: float = 0.05,
+        world: int = 1,
         memory: MemoryRecord | None = None,
         weights: torch.Tensor | None = None,
         sink: Sink | None = None,
@@ -48,7 +49,7 @@ class Engine:
         self.weights = torch.full((SIZE,), float("nan")) if weights is None else weights
         own_sink = PlainSink([Piece("t", (SIZE,), (0,), self.weights)])
         self.worker = InstanceWorker(
-            url, pair, name, sink or own_sink, rank=0, world_size=1, token=token, memory=memory
+            url, pair, name, sink or own_sink, rank=0, world_size=world, token=token, memory=memory
         )
         self.served: list[int] = []
         self.said: list[WeightcastError] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
+from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, tried, updated_at_last, weightcast
 from gateway_support import running_gateway
 
 from weightcast.cluster.die_with_parent import tethered
@@ -133,6 +133,36 @@ def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
             assert actors() == set()
             assert engine.poll() is None
         assert weightcast("status", "--gateway", url) == "no pairs\n"
+
+
+@pytest.mark.slow
+def test_an_engine_that_somebody_else_starts_is_waited_for_by_name_and_all_else_stays(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was said that the trainer ranks say nothing, and all was taken back."""
+    with running_gateway() as (url, token):
+        monkeypatch.setenv("WEIGHTCAST_TOKEN", token)
+        text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+        text = text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"')
+        file = tmp_path / "cluster.toml"
+        file.write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith(COMMAND)))
+        said = weightcast("up", str(file), "--deadline", "25", status=4)
+        missing = (
+            "instance rollout-0 ranks 0 did not register yet; rollout-0 rank 0 was never heard of; start the engine"
+        )
+        *reminders, last = [line for line in said.splitlines() if missing in line]
+        assert reminders, "said while it waited"
+        assert reminders[0].startswith("pair main: waiting, ")
+        assert last.startswith("weightcast up: pair main: not done within 25 s: waiting, ")
+        assert "start rollout-0, then run weightcast update main --version N" in last
+        assert actors() == {"main/trainer/0", "main/trainer/1"}
+        assert missing in tried("up", str(file)).stderr, "a second call starts nothing, and says it again"
+        outside = [sys.executable, str(PARTS), url, "main", "rollout-0", "0", "1", str(tmp_path)]
+        with running(outside, tmp_path / "engine.log", {}):
+            assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+            assert seen(tmp_path, 1) == "right"
+            weightcast("down", str(file))
+        assert actors() == set()
 
 
 @pytest.mark.slow

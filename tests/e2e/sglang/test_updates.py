@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gateway_support import running_gateway
 from sglang_updates import SLOTS, Answer, Engine, Stream, Weights, start_engine
 from stopping_trainer import STOPS
 
+from weightcast.adapters.unsharded import PlainSource
 from weightcast.cluster.processes import running
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.transfer.errors import UpdateError
+from weightcast.transfer.errors import CoverageError, UpdateError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -314,6 +316,25 @@ def test_a_connect_that_waits_holds_nothing_up(
         (status,) = client.pair_status("main")["instances"].values()
         assert (status["version"], status["fenced"]) == (1, False)
         client.delete_pair("main")
+    assert "trainer rank 0 did not join within 12 s" in engine.log.read_text(), "the server's log says what failed"
+
+
+def test_the_log_of_a_server_says_why_its_connect_failed(
+    gateway: tuple[str, str], engine: Engine, weights: Weights
+) -> None:
+    """The fault is the trainer's: nothing is wrong with the server's own rank."""
+    url, token = gateway
+    with GatewayClient(url, token) as client:
+        client.create_pair("main", 1, {"rollout-0": {"url": engine.url, "world_size": 1}}, {"silence": 60.0})
+        source = PlainSource({**weights.tensors, "model.layers.9.of_the_trainer_alone": torch.ones(3)})
+        trainer = TrainerWorker(url, "main", source, rank=0, world_size=1, token=token)
+        try:
+            with pytest.raises(CoverageError, match="of_the_trainer_alone"):
+                trainer.connect()
+            wait_for(lambda: "of_the_trainer_alone" in engine.log.read_text())
+        finally:
+            trainer.close()
+            client.delete_pair("main")
 
 
 def phase(client: GatewayClient) -> str:

@@ -332,7 +332,9 @@ def test_an_update_that_nobody_else_offers_asks_nothing_of_the_engine() -> None:
         await play.pair.offer(0, 2)
         await transaction.update(play.pair, first(2), "127.0.0.1", 1)
         record = play.pair.results[first(2)][A]
-        assert record.reason == "pair main: trainer ranks 1 did not offer version 2 within 0.3 s"
+        assert record.reason.startswith(
+            "pair main: trainer ranks 1 did not offer version 2 within 0.3 s; trainer rank 1 "
+        )
         assert (record.committed, record.fenced) == (False, False)
         assert play.engine.calls == []
         assert play.state() == (Phase.CONNECTED, 1, False)
@@ -379,7 +381,9 @@ def test_ranks_that_do_not_register_are_named() -> None:
         await play.trainers[0].register()
         await coordinator.connect(play.pair, play.pair.generation, "127.0.0.1", 1)
         last = play.pair.instances[A].orders.since(0)[-1]
-        assert last.reason == "pair main: trainer ranks 1 did not register within 0.3 s"
+        assert (
+            last.reason == "pair main: trainer ranks 1 did not register within 0.3 s; trainer rank 1 was never heard of"
+        )
         assert play.engine.calls == []
 
     asyncio.run(run())

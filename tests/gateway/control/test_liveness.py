@@ -72,7 +72,7 @@ def test_a_server_that_dies_between_updates_serves_no_more() -> None:
         await until_silent(play)
         status = play.pair.status()["instances"]
         assert (status[A]["serves"], status[A]["fenced"], status[A]["silent"]) == (False, False, [0, 1])
-        assert status[A]["reason"] == "rollout-0 ranks 0, 1 were not heard from for 0.4 s"
+        assert status[A]["reason"] == "rollout-0 ranks 0-1 were not heard from for 0.4 s"
         assert status[B]["serves"]
         for rank in range(2):
             await instance.beat(rank, "")
