@@ -68,17 +68,17 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[WeightcastError], str]] = {
     "a model as source": (
         lambda: trainer(MODEL),
         InputError,
-        "source is a Linear, which has no describe(); it is a model: give FsdpSource(model), or MegatronSource(",
+        "source is of type Linear, which has no describe(); it is a model: give FsdpSource(model), or MegatronSource(",
     ),
     "a model as sink": (
         lambda: engine(MODEL),
         InputError,
-        "sink is a Linear, which has no describe() and no placement(); it is a model: give FsdpSource(model)",
+        "sink is of type Linear, which has no describe() and no placement(); it is a model: give FsdpSource(model)",
     ),
     "a state dict as source": (
         lambda: trainer(MODEL.state_dict()),
         InputError,
-        "source is a OrderedDict, which has no describe(); of named tensors a source is PlainSource(tensors)",
+        "source is of type OrderedDict, which has no describe(); of named tensors a source is PlainSource(tensors)",
     ),
     "a class as sink": (
         lambda: engine(PlainSink),
@@ -88,9 +88,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[WeightcastError], str]] = {
     "a source as sink": (
         lambda: engine(Mute()),
         InputError,
-        "sink is a Mute, which has no placement(); see weightcast.Sink",
+        "sink is of type Mute, which has no placement(); see weightcast.Sink",
     ),
-    "nothing as source": (lambda: trainer(3), InputError, "source is a int, which has no describe(); see"),
+    "nothing as source": (lambda: trainer(3), InputError, "source is of type int, which has no describe(); see"),
     "share misspelt": (
         lambda: trainer(share="inplace"),
         InputError,
