@@ -140,7 +140,7 @@ class GatewayClient:
         if not isinstance(url, str):
             raise InputError(f"gateway url is {url!r}, expected http://host:port of the gateway, or ray://NAME")
         source = TOKEN_VARIABLE if token is None else "the argument token"
-        token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+        token = os.environ.get(TOKEN_VARIABLE, "") if token is None else str(token)
         if not token:
             raise InputError(f"no bearer token for {url}: {source} is empty; set {TOKEN_VARIABLE} to the gateway's")
         check_token(token, source)

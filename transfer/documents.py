@@ -121,7 +121,7 @@ def whole_number(name: str, value: object) -> int:
 def as_json(document: object) -> bytes:
     """A document as JSON, with the numbers of any library. Raises InputError for what JSON does not have."""
     try:
-        return json.dumps(document, default=_plain_number, allow_nan=False).encode()
+        return json.dumps(document, default=_plain_number, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{_shown(document)} cannot be sent as JSON: {error}") from None
 

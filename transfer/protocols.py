@@ -101,4 +101,4 @@ def _check_side(side: str, value: object, methods: tuple[str, ...]) -> None:
         remedy = "of named tensors a source is PlainSource(tensors), a sink is in examples/own_engine.py"
     else:
         remedy = f"see weightcast.{side.capitalize()}"
-    raise InputError(f"{side} is a {kind}, which has no {' and no '.join(absent_methods)}; {remedy}")
+    raise InputError(f"{side} is of type {kind}, which has no {' and no '.join(absent_methods)}; {remedy}")

@@ -26,7 +26,7 @@ from weightcast.adapters.fsdp.transformers_names import (
     unchanged_names,
 )
 from weightcast.adapters.live_memory import checkpoint_tensors, plain_memory, this_rank
-from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.errors import DescribeError, InputError
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 from weightcast.transfer.layout.tables import LayoutNotes
 
@@ -248,9 +248,14 @@ def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, data-parallel wrappers and an outermost PEFT model."""
+    """The model inside torch.compile, data-parallel wrappers and an outermost PEFT model. Raises InputError."""
+    from torch.nn import Module
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+    if not isinstance(model, Module):
+        raise InputError(
+            f"FsdpSource takes a model, found {type(model).__name__}; of named tensors take PlainSource(tensors)"
+        )
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from weightcast.gateway.settings import Settings
 from weightcast.transfer.colocated.offers import Share
 from weightcast.transfer.colocated.peers import Neighbours, find_neighbours
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError
+from weightcast.transfer.errors import DeadlineError, InputError, PairStateError, StalePlanError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.layout.placement import RankPlacement
@@ -63,6 +64,8 @@ class Waits:
     def of(cls, settings: Settings, deadline: float | None = None) -> Waits:
         """Waits from the settings of a pair; a `deadline` in their place bounds every wait."""
         if deadline is not None:
+            if not (isinstance(deadline, Real) and deadline > 0):
+                raise InputError(f"deadline is {deadline!r}, expected seconds above 0, or None for the pair's settings")
             return cls(deadline, deadline, deadline, min(settings.outage, deadline), settings.heartbeat)
         return cls(settings.join, settings.transfer, settings.longest, settings.outage, settings.heartbeat)
 

@@ -20,7 +20,7 @@ from life_support import ENGINE, Engine, soon
 from plain_support import PlainSink
 from spawn_support import free_port
 
-from weightcast import FsdpSource, GatewayClient, InstanceWorker, PlainSource, TrainerWorker
+from weightcast import FsdpSource, GatewayClient, InstanceWorker, LayoutBuilder, PlainSource, TrainerWorker
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.transfer.errors import (
     AbsentError,
@@ -28,6 +28,7 @@ from weightcast.transfer.errors import (
     CoverageError,
     DescribeError,
     InputError,
+    LayoutError,
     TransferError,
     WeightcastError,
 )
@@ -68,17 +69,17 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[WeightcastError], str]] = {
     "a model as source": (
         lambda: trainer(MODEL),
         InputError,
-        "source is a Linear, which has no describe(); it is a model: give FsdpSource(model), or MegatronSource(",
+        "source is of type Linear, which has no describe(); it is a model: give FsdpSource(model), or MegatronSource(",
     ),
     "a model as sink": (
         lambda: engine(MODEL),
         InputError,
-        "sink is a Linear, which has no describe() and no placement(); it is a model: give FsdpSource(model)",
+        "sink is of type Linear, which has no describe() and no placement(); it is a model: give FsdpSource(model)",
     ),
     "a state dict as source": (
         lambda: trainer(MODEL.state_dict()),
         InputError,
-        "source is a OrderedDict, which has no describe(); of named tensors a source is PlainSource(tensors)",
+        "source is of type OrderedDict, which has no describe(); of named tensors a source is PlainSource(tensors)",
     ),
     "a class as sink": (
         lambda: engine(PlainSink),
@@ -88,9 +89,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[WeightcastError], str]] = {
     "a source as sink": (
         lambda: engine(Mute()),
         InputError,
-        "sink is a Mute, which has no placement(); see weightcast.Sink",
+        "sink is of type Mute, which has no placement(); see weightcast.Sink",
     ),
-    "nothing as source": (lambda: trainer(3), InputError, "source is a int, which has no describe(); see"),
+    "nothing as source": (lambda: trainer(3), InputError, "source is of type int, which has no describe(); see"),
     "share misspelt": (
         lambda: trainer(share="inplace"),
         InputError,
@@ -153,6 +154,32 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[WeightcastError], str]] = {
         InputError,
         "gateway url is None, expected http://host:port of the gateway, or ray://NAME",
     ),
+    "a model in PlainSource": (
+        lambda: PlainSource(MODEL),  # type: ignore[arg-type]
+        InputError,
+        "PlainSource takes a mapping of names to tensors, found Linear; of a model take FsdpSource(model)",
+    ),
+    "arrays in PlainSource": (
+        lambda: PlainSource({"w": np.ones(3)}).describe(),  # type: ignore[dict-item]
+        DescribeError,
+        "tensor 'w': it is of type ndarray, expected a torch tensor",
+    ),
+    "a state dict in FsdpSource": (
+        lambda: FsdpSource(MODEL.state_dict()),  # type: ignore[arg-type]
+        InputError,
+        "FsdpSource takes a model, found OrderedDict; of named tensors take PlainSource(tensors)",
+    ),
+    "an array in a layout": (
+        lambda: LayoutBuilder().add("w", (3,), (0,), np.ones(3)),  # type: ignore[arg-type]
+        LayoutError,
+        "a region has a name and a torch tensor as its memory, found 'w' and ndarray",
+    ),
+    "a deadline as text": (
+        lambda: trainer(deadline="60"),
+        InputError,
+        "deadline is '60', expected seconds above 0, or None for the pair's settings",
+    ),
+    "a deadline that is over": (lambda: engine(deadline=0), InputError, "deadline is 0, expected seconds above 0"),
     "a token that is not ASCII": (
         lambda: trainer(token="token-with-\u00e9-of-enough-length"),
         InputError,
