@@ -317,8 +317,8 @@ def test_every_address_without_one_to_tell_engines(host: str) -> None:
         ("http://gateway/path", "--advertise is 'http://gateway/path', which has a path; give engines that URL as"),
     ],
 )
-def test_an_address_that_engines_cannot_be_told(say: Callable[..., Said], advertise: str, text: str) -> None:
-    one_line(say("gateway", "--advertise", advertise), 2, text)
+def test_an_address_that_engines_cannot_be_told(advertise: str, text: str) -> None:
+    one_line(run_gateway("--advertise", advertise), 2, text)
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
