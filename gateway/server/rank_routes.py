@@ -37,7 +37,7 @@ _VERSION = Query("version", VERSION_SCHEMA, "the version that was transferred")
 _FIRST = Query("first", _FLAG, "true for the first pass of a trainer rank, before the transfer")
 _UID = Query("uid", {"type": "string", "maxLength": 64}, "one creation of the pair, as registered")
 _PLACE = (
-    Query("address", {"type": "string", "maxLength": 64}, "IP address at which peers reach the rank"),
+    Query("address", {"type": "string", "maxLength": 255}, "IP address at which peers reach the rank"),
     Query("network", {"type": "string", "maxLength": 64}, "equal for ranks that share a loopback device"),
 )
 _HOLDING = (
@@ -238,7 +238,7 @@ async def begun(call: Call) -> Answer:
 
 def _place(call: Call, report: RankReport) -> Place:
     """Place of the rank that registers; older ranks tell their host alone."""
-    return Place(report.host, call.text("address"), call.text("network"))
+    return Place(report.host, " ".join(call.text("address", 255).split()), call.text("network"))
 
 
 async def _orders_of(call: Call) -> Answer:

@@ -385,11 +385,11 @@ def test_a_host_that_is_not_ours(say: Callable[..., Said], host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "0"])
-def test_every_address_without_one_to_tell_engines(say: Callable[..., Said], host: str) -> None:
+def test_every_address_without_one_to_tell_engines(host: str) -> None:
     """SGLang was told that its gateway is at 0.0.0.0, without a word."""
     text = f"--host {host.strip('[]')} is every address, and engines have to be told one: give --advertise HOST"
-    one_line(say("gateway", "--host", host), 2, text)
-    one_line(say("gateway", "--host", host, "--advertise", host), 2, "--advertise", "is every address")
+    one_line(run_gateway("--host", host), 2, text)
+    one_line(run_gateway("--host", host, "--advertise", host), 2, "--advertise", "is every address")
 
 
 @pytest.mark.parametrize(
@@ -400,8 +400,8 @@ def test_every_address_without_one_to_tell_engines(say: Callable[..., Said], hos
         ("http://gateway/path", "--advertise is 'http://gateway/path', which has a path; give engines that URL as"),
     ],
 )
-def test_an_address_that_engines_cannot_be_told(say: Callable[..., Said], advertise: str, text: str) -> None:
-    one_line(say("gateway", "--advertise", advertise), 2, text)
+def test_an_address_that_engines_cannot_be_told(advertise: str, text: str) -> None:
+    one_line(run_gateway("--advertise", advertise), 2, text)
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])

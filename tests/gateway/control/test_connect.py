@@ -6,24 +6,52 @@ A fake engine is right here, because the order of its calls is the subject; real
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from engine_support import ALL, STEPS, TOP, A, B, Play, connected, first, reports_of
 
+from weightcast.gateway.addresses import Place, check_reachable
 from weightcast.gateway.control import connect as coordinator
 from weightcast.gateway.control import update as transaction
 from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.instance_state import Phase
-from weightcast.gateway.records import EngineSpec, Order, PairSpec
+from weightcast.gateway.records import Backend, EngineSpec, Order, PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import CoverageError, EngineError
+from weightcast.transfer.errors import AddressError, CoverageError, EngineError
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def refusal(step: str) -> EngineError:
     return EngineError(f"instance {A}: /{step} answered 400: no")
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
+@pytest.mark.parametrize("trainer", ["10.0.0.7", "127.0.0.1"])
+def test_loopback_of_those_who_have_to_be_reached_is_refused(backend: Backend, trainer: str) -> None:
+    """NCCL finds the addresses of all but the first member, at which they meet."""
+
+    async def run() -> None:
+        play = await connected(version=None)
+        instance = play.pair.instances[A]
+        instance.spec = replace(instance.spec, backend=backend)
+        play.pair.trainer_places.update({rank: Place("a", trainer, "boot:1") for rank in range(2)})
+        instance.places.update({rank: Place("b", "127.0.0.1", "boot:2") for rank in range(2)})
+        assert instance.parts is not None
+        places = coordinator._places(play.pair, instance, instance.parts)
+        if backend == "nccl" and trainer == "10.0.0.7":
+            check_reachable(A, places)
+            return
+        blamed = "trainer rank 0 is on host a" if trainer == "127.0.0.1" else "rollout-0 rank 0 is on host b"
+        with pytest.raises(AddressError, match=rf"{blamed} \(127.0.0.1\), and loopback reaches nobody on another host"):
+            check_reachable(A, places)
+
+    asyncio.run(run())
 
 
 # ---- all goes well
