@@ -21,6 +21,7 @@ from spawn_support import free_port
 
 from weightcast.cli import main
 from weightcast.commands import status as status_command
+from weightcast.commands.options import show_update
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout.placement import ExpertPlacement
@@ -205,6 +206,16 @@ def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) 
     status, out, _ = say("status", "--gateway", gateway)
     assert status == 0
     assert "rollout-0 rank 1: tensor 'w' box [a:b] in [some/x] [red]is lost" in " ".join(out.split())
+
+
+def test_an_update_that_one_instance_has_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with `min_instances`: what is printed says which, and why."""
+    served = {"committed": True, "reason": "", "verified": {"regions": 3}, "seconds": 0.25}
+    missed = {"committed": False, "reason": "its engine was not reached", "verified": None, "seconds": 0.0}
+    show_update(7, {"rollout-0": served, "rollout-1": missed}, as_json=False)
+    assert capsys.readouterr().out == (
+        "rollout-0: version 7, 3 regions verified, 0.25 s\nrollout-1: not version 7: its engine was not reached\n"
+    )
 
 
 def test_inspect(gateway: str, say: Callable[..., Said]) -> None:
