@@ -36,10 +36,13 @@ def read_file(path: Path) -> bytes:
 
 
 def show_update(stamp: str, instances: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
-    """Prints a version that every instance serves: the gateway's record of each, as JSON or a line each."""
+    """Prints an update: the gateway's record of each instance, as JSON or a line each."""
     if as_json:
         print(json.dumps({"version": Version.parse(stamp).as_json(), "instances": instances}))
         return
     for name, record in instances.items():
+        if record["reason"]:
+            print(f"{name}: not version {stamp}: {record['reason']}")
+            continue
         regions = record["verified"]["regions"]
         print(f"{name}: version {stamp}, {regions} regions verified, {record['seconds']:.2f} s")

@@ -216,6 +216,7 @@ class GatewayClient:
         start = time.monotonic()
         if json is not None:
             request |= {"content": as_json(json), "headers": {"Content-Type": "application/json"}}
+        retry_seconds = self.outage if self._reached and self.once is None else 0.0
         if (incarnation := self.incarnation) is not None:
             request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
@@ -232,14 +233,13 @@ class GatewayClient:
                 # A broken connection shows when it broke; silence may have begun with the request.
                 lost_at = self._lost or (asked_at if isinstance(error, httpx.TimeoutException) else now)
                 self._lost = lost_at
-                if self.once is not None or now >= lost_at + (self.outage if self._reached else 0.0):
+                if now >= lost_at + retry_seconds:
                     raise TransferError(
                         f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
                     ) from None
             else:
                 self._lost = None
                 # Wrong tokens from this address make the gateway deaf for some seconds; or it is stopping.
-                retry_seconds = self.outage if self._reached and self.once is None else 0.0
                 if response.status_code not in _LATER or time.monotonic() >= start + retry_seconds:
                     break
             time.sleep(_AGAIN)
@@ -254,11 +254,8 @@ class GatewayClient:
         raise _error_of(response, f"gateway {self.url}: {method} {path}")
 
     def _at_once(self, request: Mapping[str, Any], seconds: float) -> float:
-        """The smaller of `seconds` and what a single attempt may take; none for a gateway that was lost before."""
-        if self.once is None:
-            return seconds
-        wait = float(request.get("params", {}).get("wait", 0.0))
-        return 0.0 if self._lost is not None else min(seconds, wait + self.once)
+        """The smaller of `seconds` and what a single attempt may take."""
+        return seconds if self.once is None else min(seconds, request.get("params", {}).get("wait", 0.0) + self.once)
 
     def _poll(
         self, path: str, deadline: float, what: str, *, method: str = "GET", json: object = None, **parameters: str

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from weightcast.gateway.control.instance import Instance
@@ -44,13 +45,13 @@ class Evictions:
     async def tend(self) -> None:
         """Evicts, probes and brings back, for as long as the gateway lives."""
         while True:
+            start = time.monotonic()
             await asyncio.sleep(LOOK_SECONDS)
+            if time.monotonic() > start + 2 * LOOK_SECONDS:
+                continue  # this process stood still: first all clocks are put right
             for pair in tuple(self._pairs.values()):
                 for instance in tuple(pair.instances.values()):
-                    try:
-                        await self._look(pair, instance)
-                    except ControlError as error:  # the state file cannot be written: another look follows
-                        log.error("%s", error, extra={"pair": pair.spec.name, "instance": instance.name})
+                    await self._look(pair, instance)
 
     async def _look(self, pair: Pair, instance: Instance) -> None:
         if instance not in self._probed and self._wants_probe(pair, instance):
@@ -83,21 +84,29 @@ class Evictions:
         finally:
             self._probed.discard(instance)
 
+    @asynccontextmanager
+    async def _change(self, pair: Pair, instance: Instance) -> AsyncIterator[dict[str, str]]:
+        """Changes the place of an instance in its pair. If that cannot be written down, another look follows."""
+        labels = {"pair": pair.spec.name, "instance": instance.name}
+        try:
+            async with self._changing:
+                yield labels
+        except ControlError as error:
+            log.error("%s", error, extra=labels)
+
     async def _evict(self, pair: Pair, instance: Instance) -> None:
-        async with self._changing:
+        async with self._change(pair, instance) as labels:
             if instance.present and instance.death is not None:
                 evicted = f"evicted: {instance.obituary()}"
                 await pair.leave(instance.name, evicted)
                 text = "instance %s of pair %s was %s; it comes back when it is heard from"
-                labels = {"pair": pair.spec.name, "instance": instance.name}
                 log.warning(text, instance.name, pair.spec.name, evicted, extra=labels)
 
     async def _bring_back(self, pair: Pair, instance: Instance) -> None:
-        async with self._changing:
+        async with self._change(pair, instance) as labels:
             if instance.evicted and self._is_there(pair, instance):
                 await pair.bring_back(instance)
                 text = "instance %s is back in pair %s; the next update brings it up"
-                labels = {"pair": pair.spec.name, "instance": instance.name}
                 log.warning(text, instance.name, pair.spec.name, extra=labels)
 
 

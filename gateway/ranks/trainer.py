@@ -157,8 +157,12 @@ class TrainerWorker:
             raise next(iter(failures.values()))
         if failures:
             reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
-            labels = {"pair": self._pair, "rank": self._rank}
-            log.warning("pair %s is not connected everywhere: %s", self._pair, reasons, extra=labels)
+            self._warn(f"pair {self._pair} is not connected everywhere: {reasons}")
+
+    def _warn(self, text: str) -> None:
+        """Logs what all ranks know alike: the first one as a warning, so that there is one."""
+        level = logging.WARNING if self._rank == 0 else logging.DEBUG
+        log.log(level, "%s", text, extra={"pair": self._pair, "rank": self._rank})
 
     def _describe(self) -> RankLayout:
         layout = layout_of(self._source)
@@ -241,7 +245,7 @@ class TrainerWorker:
         if _too_few(len(instances) - len(failures), len(instances), needed):
             raise UpdateError(text)
         if failures:
-            log.warning("pair %s: %s", self._pair, text, extra={"rank": self._rank, **self._labels(version)})
+            self._warn(f"pair {self._pair}: {text}")
         return UpdateResult(version.number, str(version), instances, reports)
 
     def _begin(self) -> None:

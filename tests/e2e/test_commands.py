@@ -22,6 +22,7 @@ from spawn_support import free_port
 
 from weightcast.cli import main
 from weightcast.commands import status as status_command
+from weightcast.commands.options import show_update
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout.placement import ExpertPlacement
@@ -289,6 +290,16 @@ def test_inspect_after_a_connect_without_a_layout(gateway: str, say: Callable[..
     assert (status, err) == (3, "")
     table = json.loads(out)
     assert (table["complete"], table["missing"], [rank["rank"] for rank in table["ranks"]]) == (False, [0], [1])
+
+
+def test_an_update_that_one_instance_has_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with `min_instances`: what is printed says which, and why."""
+    served = {"committed": True, "reason": "", "verified": {"regions": 3}, "seconds": 0.25}
+    missed = {"committed": False, "reason": "its engine was not reached", "verified": None, "seconds": 0.0}
+    show_update(7, {"rollout-0": served, "rollout-1": missed}, as_json=False)
+    assert capsys.readouterr().out == (
+        "rollout-0: version 7, 3 regions verified, 0.25 s\nrollout-1: not version 7: its engine was not reached\n"
+    )
 
 
 def test_inspect(gateway: str, say: Callable[..., Said]) -> None:

@@ -235,6 +235,10 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
         (("silence = 20", "silence = -1"), "settings.silence is -1, expected a positive number of seconds"),
         (("[settings]", "[setting]"), "setting is not known; known are pair, trainer, instance"),
         (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit is 'some', expected 'each', 'all'"),
+        (
+            ('pair = "main"', 'pair = "main"\nmin_instances = 0'),
+            "min_instances is 0, expected a whole number from 1 to",
+        ),
         (("nic_gbps = 100", ""), "topology.nic_gbps is missing"),
         (("nic_gbps = 100", "nic_gbps = 0"), "topology.nic_gbps is 0, expected a number from 1e-06 to 1e+09"),
         (("[topology]", "[[topology]]"), "topology is [{'nic_gbps': 100}], expected a table of nic_gbps, nvlink_gbps"),
@@ -266,6 +270,14 @@ def test_a_count_stands_for_so_many_instances(tmp_path: Path):
     file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 0"))
     with pytest.raises(InputError, match="there are no instances"):
         read_spec(file)
+
+
+def test_how_many_instances_a_file_needs(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(text := SPEC.format(address="auto", folder=tmp_path, parts=PARTS))
+    assert (read_spec(file).min_instances, read_spec(file).settings.evict_after) == (None, 600.0)
+    file.write_text("min_instances = 1\n" + text.replace("silence = 20", "silence = 20\nevict_after = 60"))
+    assert (read_spec(file).min_instances, read_spec(file).settings.evict_after) == (1, 60.0)
 
 
 def test_nodes_of_one_name_are_told_apart():

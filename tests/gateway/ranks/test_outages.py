@@ -60,7 +60,9 @@ def answering(status: int) -> Iterator[str]:
             server.shutdown()
 
 
-def test_an_engine_on_a_link_that_is_cut(undo: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_on_a_link_that_is_cut(
+    undo: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is kept from generating for one answer, and then hardly."""
     url, token = undo.enter_context(running_gateway())
     create(url, token, outage=60.0)
@@ -68,7 +70,11 @@ def test_an_engine_on_a_link_that_is_cut(undo: ExitStack, caplog: pytest.LogCapt
     worker = idle_worker(undo, link.url, token)
     assert worker.serve(wait=0.05) is None
     link.cut()
+    asked: list[object] = []
+    request = worker._client._client.request
+    monkeypatch.setattr(worker._client._client, "request", lambda *a, **k: (asked.append(a), request(*a, **k))[1])
     assert worker.serve(wait=0.05) is None
+    assert len(asked) == 1, "and not for as long as the setting outage"
     assert caplog.text.count(f"gateway {link.url} not reached since") == 1
     assert any(worker.serve() is None and worker._outage.left > 0.5 for _ in range(9)), "it is not asked in each call"
     link.mend()
