@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from engine_support import first
 
-from weightcast.gateway.records import Action, Order
+from weightcast.gateway.records import Action, EngineSpec, Order, PairSpec, differences
+from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import WireError
+from weightcast.transfer.planner.topology import Topology
 
 FULL = Order(Action.RUN, 3, first(7), True, "why", (1, 4), 2, "rollout-0")
 
@@ -47,3 +50,25 @@ def test_the_end_of_an_update() -> None:
     assert not Order(Action.END, 1).ends_update(), "only what was begun of it is over"
     assert not Order(Action.RUN, 1, first(5)).ends_update(first(5))
     assert not Order(Action.END, 1, Version(2, 5)).ends_update(first(5)), "a number of another lineage"
+
+
+def test_fields_of_a_pair_that_differ_are_named_without_secrets() -> None:
+    engine = EngineSpec(world_size=2, url="http://user:secret@host:1/?key=secret")
+    old = PairSpec("main", trainer_world=2, instances={"a": engine, "b": engine}, uid="x", lineage=3)
+    assert differences(old, replace(old, uid="y", lineage=1)) == []
+    new = replace(
+        old,
+        trainer_world=4,
+        settings=Settings(join=7.0),
+        topology=Topology(nic_gbps=400.0),
+        instances={"a": replace(engine, pause="in_place", url="http://user:other@host:2"), "c": engine},
+    )
+    assert differences(old, new) == [
+        "instances.a.pause is 'abort', now 'in_place'",
+        "instances.a.url is 'http://host:1/', now 'http://host:2'",
+        "instances.b is there, now absent",
+        "instances.c is absent, now there",
+        "settings.join is 120.0, now 7.0",
+        "topology is None, now there",
+        "trainer_world is 2, now 4",
+    ]
