@@ -49,7 +49,10 @@ def _run(arguments: argparse.Namespace) -> None:
     source.describe()  # a fault of the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
-            raise InputError(f"there is a pair {arguments.pair!r} already; give another name as --pair")
+            raise InputError(
+                f"there is a pair {arguments.pair!r} already; give another name as --pair, or remove what an earlier "
+                f"run has left with 'weightcast delete {arguments.pair} --force'"
+            )
         client.create_pair(arguments.pair, 1, instances, topology=topology)
         worker = TrainerWorker(
             arguments.gateway, arguments.pair, source, rank=0, world_size=1, address=arguments.address
