@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 
 from weightcast import __version__
-from weightcast.commands import cluster, demo, gateway, inspect, load, plan, status
+from weightcast.commands import cluster, demo, gateway, inspect, load, pairs, plan, status
 from weightcast.transfer.errors import WeightcastError
 
 __all__ = ["main"]
 
-COMMANDS = (demo, gateway, plan, inspect, load, cluster, status)
+COMMANDS = (demo, gateway, plan, inspect, load, cluster, status, pairs)
 """Modules whose `add` adds the parser of a command. Its default `run` takes the arguments. It returns the exit status
 where that may be another than 0."""
 

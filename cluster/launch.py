@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
@@ -77,7 +78,7 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
                     topology=topology,
                     min_instances=spec.min_instances,
                 )
-                undo.callback(_withdraw, spec, GatewayClient.delete_pair)
+                undo.callback(_withdraw, spec, partial(GatewayClient.delete_pair, force=True))
             else:
                 _let_in(client, spec, urls, members, engines, undo)
                 _let_go(client, spec, members, say)
@@ -253,7 +254,7 @@ def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = No
 def down(spec: ClusterSpec, say: Say) -> None:
     """Stops what `up` started for a pair, and nothing else; the gateway, too, once it has no pair left."""
     if spec.gateway.url is not None or find_actor(spec.gateway.name) is not None:
-        _withdraw(spec, GatewayClient.delete_pair)
+        _withdraw(spec, partial(GatewayClient.delete_pair, force=True))
     for name in _actors(spec.pair):
         stop_actor(name)
         say(f"{name} is stopped")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
-from weightcast.commands.options import Commands, add_gateway_option, read_file, show_update
+from weightcast.commands.options import Commands, add_gateway_option, read_engine, read_file, show_update
 from weightcast.transfer.errors import InputError
 from weightcast.transfer.planner.topology import read_topology
 
@@ -45,13 +43,16 @@ def _run(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.client import GatewayClient
     from weightcast.gateway.ranks.trainer import TrainerWorker
 
-    instances = dict(_instance(text) for text in arguments.instance)
+    instances = dict(read_engine(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
     topology = read_topology(read_file(arguments.topology)).document if arguments.topology else None
     source.describe()  # a fault of the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
-            raise InputError(f"there is a pair {arguments.pair!r} already; give another name as --pair")
+            raise InputError(
+                f"there is a pair {arguments.pair!r} already; give another name as --pair, or remove what an earlier "
+                f"run has left with 'weightcast delete {arguments.pair} --force'"
+            )
         client.create_pair(arguments.pair, 1, instances, topology=topology)
         worker = TrainerWorker(
             arguments.gateway, arguments.pair, source, rank=0, world_size=1, address=arguments.address
@@ -61,15 +62,5 @@ def _run(arguments: argparse.Namespace) -> None:
             result = worker.update(arguments.version)
         finally:
             worker.close()
-            client.delete_pair(arguments.pair)
+            client.delete_pair(arguments.pair, force=True)
     show_update(result.stamp, result.instances, arguments.json)
-
-
-def _instance(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the engine record of an `--instance`. Raises InputError."""
-    try:
-        record = json.loads(text)
-        name = record.pop("name")
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise InputError(f"instance {text!r} is not a JSON object with a name") from None
-    return name, record

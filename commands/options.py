@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import InputError
 
-__all__ = ["Commands", "add_gateway_option", "read_file", "show_update"]
+__all__ = ["Commands", "add_gateway_option", "read_engine", "read_file", "show_update"]
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -25,6 +25,20 @@ def add_gateway_option(parser: argparse.ArgumentParser) -> None:
         help="of the gateway (%(default)s); the token is taken from WEIGHTCAST_TOKEN",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def read_engine(text: str, name: str = "") -> tuple[str, dict[str, Any]]:
+    """The name and the record of an engine, from JSON, which may leave out a name that is given. Raises InputError."""
+    try:
+        record = json.loads(text)
+        named = record.pop("name", name)
+    except (ValueError, AttributeError, TypeError):
+        record, named = {}, ""
+    if not isinstance(named, str) or not named:
+        raise InputError(f"instance {text!r} is not a JSON object with a name")
+    if name not in ("", named):
+        raise InputError(f"instance {text!r} has the name {named!r}, expected {name!r}")
+    return named, record
 
 
 def read_file(path: Path) -> bytes:

@@ -56,6 +56,9 @@ _AGAIN = 0.2
 _ONCE = 1.0
 """Seconds that one attempt may take to reach a gateway that has been gone for longer than `outage`."""
 
+_ENDING = 300.0
+"""Seconds in which a connect or update ends that is called off: calls to an engine are waited for."""
+
 
 class Orders(NamedTuple):
     """Orders of an instance, the life of the pair that gave them (`Pair.boot`), and the number of all so far."""
@@ -284,11 +287,14 @@ class GatewayClient:
         verify: str = "full",
         topology: Mapping[str, Any] | None = None,
         min_instances: int | None = None,
+        *,
+        replace: bool = False,
     ) -> None:
-        """Creates a pair.
+        """Creates a pair. The same one again changes nothing. With `replace` one of that name is deleted first, with
+        what it has under way, and versions begin anew.
 
         `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
-        "backend": ..}`, perhaps with "hold", "non_finite" and "allow_non_finite". `settings` are fields of `Settings`.
+        "backend": ..}`, perhaps with "hold", "non_finite", "allow_non_finite", "stamps". `settings` are of `Settings`.
         `commit` says who gets a version, "each" or "all". `min_instances` is how many instances an update needs, all
         unless given. `bucket_bytes` bounds the memory that a rank takes to pack
         and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
@@ -304,11 +310,22 @@ class GatewayClient:
             body["min_instances"] = min_instances
         if topology is not None:
             body["topology"] = Topology.given(topology).document
-        self._call("PUT", f"/pairs/{pair}", json=body)
+        if replace:
+            self._ended("PUT", pair, body, replace="true")
+        else:
+            self._call("PUT", f"/pairs/{pair}", json=body)
 
-    def delete_pair(self, pair: str) -> None:
-        """Makes the gateway forget a pair."""
-        self._call("DELETE", f"/pairs/{pair}")
+    def delete_pair(self, pair: str, *, force: bool = False) -> None:
+        """Makes the gateway forget a pair. With `force` a connect or update that is under way is ended first."""
+        if force:
+            self._ended("DELETE", pair, None, force="true")
+        else:
+            self._call("DELETE", f"/pairs/{pair}")
+
+    def _ended(self, method: str, pair: str, body: object, **parameters: str) -> None:
+        """Asks for what waits for the end of all that a pair has under way."""
+        what, deadline = f"the end of what pair {pair} has under way", time.monotonic() + _ENDING
+        self._poll(f"/pairs/{pair}", deadline, what, method=method, json=body, **parameters)
 
     def join_instance(self, pair: str, instance: str, engine: Mapping[str, Any]) -> None:
         """Adds an instance to a pair at run time, with `engine` as in `create_pair`. The next update brings it up."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, StrictBool
 
@@ -35,6 +36,7 @@ __all__ = [
     "PauseMode",
     "UpdateRecord",
     "WaitRecord",
+    "differences",
     "utc",
     "wait_lines",
 ]
@@ -176,6 +178,33 @@ class PairSpec(PairOptions):
     name: str
     uid: str = field(default="", compare=False)
     lineage: Lineage = field(default=1, compare=False)
+
+
+def differences(old: PairSpec, new: PairSpec) -> list[str]:
+    """Fields in which two specifications of a pair differ, each with both values, but for secrets of a URL."""
+    identity = {"uid": "", "lineage": 1}
+    return list(_differing(asdict(old) | identity, asdict(new) | identity))
+
+
+def _differing(old: Any, new: Any, path: str = "") -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differing(old.get(key, _ABSENT), new.get(key, _ABSENT), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield f"{path} is {_shown(old)}, now {_shown(new)}"
+
+
+_ABSENT = object()
+
+
+def _shown(value: Any) -> str:
+    """A value in words. Of a URL it leaves out the user, the password and the query."""
+    if value is _ABSENT or isinstance(value, dict):
+        return "absent" if value is _ABSENT else "there"
+    if not isinstance(value, str) or "://" not in value:
+        return repr(value)
+    parts = urlsplit(value)
+    return repr(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
 
 
 class Action(StrEnum):

@@ -126,11 +126,12 @@ async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) ->
     if pair.trainer_layout is None:
         seconds = pair.spec.settings.register
         await pair.wait(
-            lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
+            lambda: pair.closed is not None or len(pair.trainer_reports) == pair.spec.trainer_world,
             seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
             lambda: pair.accounts(r for r in range(pair.spec.trainer_world) if r not in pair.trainer_reports),
         )
+        pair.check_open()
         generation, reports = pair.generation, list(pair.trainer_reports.values())
         layout = await asyncio.to_thread(merge_trainer, reports)
         if generation == pair.generation:  # else it is that of a trainer that has started anew meanwhile

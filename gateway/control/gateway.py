@@ -16,7 +16,7 @@ from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.control.store import Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.incarnations import Standing
-from weightcast.gateway.records import EngineSpec, PairSpec, wait_lines
+from weightcast.gateway.records import EngineSpec, PairSpec, differences, wait_lines
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import AbsentError, ControlError, InputError
 
@@ -26,6 +26,8 @@ log = logging.getLogger("weightcast.gateway")
 
 MAX_PAIRS = 1000
 """Number of pairs that a gateway keeps in memory at most."""
+_SHOWN = 8
+"""Number of fields that a message names."""
 LISTEN_SECONDS = 0.5
 """Seconds between two searches for ranks that are no longer heard from."""
 
@@ -77,46 +79,73 @@ class Gateway:
             raise AbsentError(f"there is no pair {name!r}; there are {', '.join(self.pairs) or 'none'}")
         return pair
 
-    async def create(self, spec: PairSpec) -> Pair:
-        """Creates a pair; the same spec again changes nothing. Raises ControlError for another spec under its name."""
+    async def create(self, spec: PairSpec, *, replace: bool = False) -> Pair:
+        """Creates a pair; the same spec again changes nothing. With `replace` one of that name is forgotten in the same
+        moment.
+
+        Raises ControlError for another spec under its name, and with `replace` while that pair connects or updates.
+        """
         async with self._changing:
             namesake = self.pairs.get(spec.name)
+            if namesake is not None and not replace:
+                return _same(namesake, spec)
             if namesake is not None:
-                if namesake.spec != spec:
-                    raise ControlError(f"pair {spec.name} exists with another specification; delete it first")
-                return namesake
-            if len(self.pairs) >= MAX_PAIRS:
+                self._check_idle(namesake)
+            elif len(self.pairs) >= MAX_PAIRS:
                 raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
             for name, engine in spec.instances.items():
-                self._check_free(name, engine)
-            processes = [
-                standing
-                for standing in self._processes.get(spec.name, ())
-                if standing.process.rank < spec.trainer_world
-            ]
+                self._check_free(name, engine, but=namesake)
+            standings = self._processes.get(spec.name, ()) if namesake is None else namesake.incarnations.standings()
+            processes = [standing for standing in standings if standing.process.rank < spec.trainer_world]
             pair = Pair(spec, self.store, self.metrics.updated, processes)
-            await self.store.save_pair(pair.spec, [instance.saved() for instance in pair.instances.values()])
-            await self.store.save_processes(spec.name, processes)
+            saved = [instance.saved() for instance in pair.instances.values()]
+            await self.store.save_pair(pair.spec, saved, processes)
+            if namesake is not None:
+                self._part_with(namesake)
             self.pairs[spec.name] = pair
-            return pair
+        if namesake is not None:
+            await _close_drivers(namesake)
+        return pair
+
+    async def end(self, name: str, reason: str, wait: float) -> bool:
+        """Ends the connect or update that a pair has under way, if there is such a pair; none begins there any more.
+
+        Returns False while that has not ended within `wait` seconds.
+        """
+        pair = self.pairs.get(name)
+        if pair is None:
+            return True
+        pair.close(ControlError(f"pair {name} {reason}, which ends what is under way"))
+        return await pair.poll(lambda: pair.idle, wait)
 
     async def delete(self, name: str) -> None:
         """Forgets a pair; engines are left as they are. Raises ControlError while it connects or updates."""
         async with self._changing:
             pair = self.pair(name)
-            if pair.offers or self._is_connecting(name):
-                raise ControlError(
-                    f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards"
-                )
+            self._check_idle(pair)
             await self.store.forget(name)
             del self.pairs[name]
             self._processes[name] = pair.incarnations.standings()
             for oldest in tuple(self._processes)[:-MAX_PAIRS]:
                 del self._processes[oldest]
-            self._connecting.pop(name, None)
-            for state in (pair, *pair.instances.values()):
-                state.end()
-            await _close_drivers(pair)
+            self._part_with(pair)
+        await _close_drivers(pair)
+
+    def _check_idle(self, pair: Pair) -> None:
+        """Raises ControlError while a pair connects or updates."""
+        name = pair.spec.name
+        if not pair.idle or (pair.closed is None and self._is_connecting(name)):
+            raise ControlError(
+                f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards, or end that "
+                f"with 'weightcast delete {name} --force'"
+            )
+
+    def _part_with(self, pair: Pair) -> None:
+        """Ends all waits on a pair that is forgotten, and all that it would still write."""
+        pair.forget_store()
+        self._connecting.pop(pair.spec.name, None)
+        for state in (pair, *pair.instances.values()):
+            state.end()
 
     async def join(self, name: str, instance: str, spec: EngineSpec) -> Instance:
         """Adds an instance to a pair; see `Pair.join`."""
@@ -138,6 +167,7 @@ class Gateway:
     def start_connect(self, name: str) -> None:
         """Connects the pair's instances in the background; once for each start of the trainer."""
         pair = self.pair(name)
+        pair.check_open()
         if not self._is_connecting(name) or self._connecting[name][0] != pair.generation:
             task = self._spawn(connect.connect(pair, pair.generation, self.host, self.port))
             self._connecting[name] = (pair.generation, task)
@@ -159,10 +189,12 @@ class Gateway:
     def _is_connecting(self, name: str) -> bool:
         return name in self._connecting and not self._connecting[name][1].done()
 
-    def _check_free(self, name: str, engine: EngineSpec, namesake: Instance | None = None) -> None:
+    def _check_free(
+        self, name: str, engine: EngineSpec, namesake: Instance | None = None, but: Pair | None = None
+    ) -> None:
         for pair in self.pairs.values():
             others = (i for i in pair.instances.values() if i.belongs and i is not namesake)
-            if engine.url and engine.url in [i.spec.url for i in others]:
+            if pair is not but and engine.url and engine.url in [i.spec.url for i in others]:
                 raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
 
     async def _listen(self) -> None:
@@ -195,6 +227,17 @@ class Gateway:
 
         task.add_done_callback(done)
         return task
+
+
+def _same(pair: Pair, spec: PairSpec) -> Pair:
+    """A pair that was created before, for who creates it again. Raises ControlError naming fields that differ."""
+    if fields := differences(pair.spec, spec):
+        suffix = f"; and {len(fields) - _SHOWN} fields more" if len(fields) > _SHOWN else ""
+        raise ControlError(
+            f"pair {spec.name} exists with another specification: {'; '.join(fields[:_SHOWN])}{suffix}; delete it with "
+            f"'weightcast delete {spec.name}', or create it with replace=True"
+        )
+    return pair
 
 
 async def _recover(pair: Pair) -> None:

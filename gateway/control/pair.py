@@ -39,7 +39,7 @@ from weightcast.transfer.errors import (
 from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.plan.digest_report import DigestReport
 
-__all__ = ["Pair", "as_weightcast_error", "check_name"]
+__all__ = ["Pair", "as_weightcast_error", "check_name", "check_spec"]
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -77,7 +77,7 @@ class Pair(Party):
     `incarnations` are the trainer's processes. `boot` stands for this life of the pair, in which its orders are
     numbered. Another life begins when the gateway starts again, or when the pair is created again: `since` is when, in
     UTC. `sent` has the last report of each trainer rank, as bytes and decoded: it sends the same for every instance of
-    an update.
+    an update. `closed` says why nothing begins any more, as the pair is about to be forgotten.
     """
 
     def __init__(
@@ -89,11 +89,7 @@ class Pair(Party):
     ) -> None:
         spec = PairSpec.given(spec, f"pair {spec.name}")
         super().__init__(f"pair {spec.name}", "trainer", spec.settings.silence, KEPT_ORDERS)
-        for name in (spec.name, *spec.instances):
-            check_name(name)
-        urls = [engine.url for engine in spec.instances.values() if engine.url]
-        if len(set(urls)) != len(urls):
-            raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")
+        check_spec(spec)
         self.spec = spec = spec if spec.uid else replace(spec, uid=uuid.uuid4().hex)
         self.boot, self.since = uuid.uuid4().hex, utc(time.time())
         self.store = store or Store()
@@ -104,6 +100,7 @@ class Pair(Party):
         self.trainer_layout: TrainerLayout | None = None
         self.offers: dict[int, Offer] = {}
         self.conflict: WeightcastError | None = None
+        self.closed: ControlError | None = None
         self.results: dict[Version, dict[str, UpdateRecord]] = {}
         self.incarnations = Incarnations(spec.name, processes)
         self.asking: dict[asyncio.Task[Any], Incarnation] = {}
@@ -154,7 +151,8 @@ class Pair(Party):
         """Takes instances for a step as soon as all of them are free. Returns those that have not left meanwhile.
 
         Without a `group` they are those of the pair, also those that join while it waits. A step that waits for an
-        instance holds none, so no two steps wait for each other. Nothing is held for a trainer that has started anew.
+        instance holds none, so no two steps wait for each other. Nothing is held for a trainer that has started anew,
+        nor in a pair that is closed.
         Raises what `check_wanted` does for an update, DeadlineError naming instances.
         """
 
@@ -162,6 +160,8 @@ class Pair(Party):
             return self.present if group is None else group
 
         def ready() -> bool:
+            if self.closed is not None:
+                return True
             unwanted = step.version is not None and (self.conflict is not None or bool(self.silent))
             return unwanted or step.generation != self.generation or all(i.step is None for i in instances())
 
@@ -179,7 +179,7 @@ class Pair(Party):
             )
         if step.version is not None:
             self.check_wanted()
-        if step.generation != self.generation:
+        if step.generation != self.generation or self.closed is not None:
             return []
         members = [instance for instance in instances() if instance.present]
         for instance in members:
@@ -199,6 +199,29 @@ class Pair(Party):
         for instance in self.present:
             if instance.updating is not None or (instance.step is not None and not updates_only):
                 instance.stop(error)
+
+    def close(self, error: ControlError) -> None:
+        """Ends what is under way, with `error` as the reason, and lets nothing begin any more."""
+        self.closed = self.closed or error
+        self.conflict = self.conflict or error
+        self._stop_steps(error)
+        self.notify()
+
+    def check_open(self) -> None:
+        """Raises the reason why nothing begins any more, if the pair is closed."""
+        if self.closed is not None:
+            raise self.closed
+
+    @property
+    def idle(self) -> bool:
+        """True if no connect and no update is under way."""
+        return not self.offers and all(instance.step is None for instance in self.instances.values())
+
+    def forget_store(self) -> None:
+        """Makes the pair and its instances write no more: the file has forgotten them, or has others of their names."""
+        self.store = Store()
+        for instance in self.instances.values():
+            instance.store = self.store
 
     def give(self, instance: Instance, order: Order, step: Step | None = None) -> None:
         """Gives an order to the members of an instance's communicator, for the step that holds it.
@@ -239,6 +262,7 @@ class Pair(Party):
         starts the trainer anew: all ranks register again, and a connect or update under way ends. For the rest see
         `Incarnations.admit`.
         """
+        self.check_open()
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         check_report("trainer", rank, self.spec.trainer_world, report, self.spec.name)
         if not _START.fullmatch(start):
@@ -327,6 +351,7 @@ class Pair(Party):
         VersionError for a version that is negative, not newer, or not that of other ranks, and for a restart that an
         instance does not take.
         """
+        self.check_open()
         check_rank("trainer", rank, self.spec.trainer_world, self.spec.name)
         offer = self._offer(number, restart)
         earlier_offer = self.offers.get(rank, offer)
@@ -335,6 +360,7 @@ class Pair(Party):
         if self.conflict is not None:
             if not await self.poll(lambda: not self.offers, wait):
                 return None  # the update that ends for it takes its offers along
+            self.check_open()
             offer = self._offer(number, restart)  # that update may have begun a lineage
         other_offers = {other for other in self.offers.values() if other != offer}
         if other_offers:
@@ -457,6 +483,7 @@ class Pair(Party):
 
     async def join(self, name: str, spec: EngineSpec) -> Instance:
         """Adds an instance, or one that had left. It is fenced until an update has brought it the newest version."""
+        self.check_open()
         check_name(name)
         namesake = self.instances.get(name)
         if namesake is not None and namesake.present:
@@ -595,6 +622,15 @@ def _status(i: Instance) -> dict[str, Any]:
         "world_size": i.world,
         "updates": [update.as_json() for update in i.updates],
     }
+
+
+def check_spec(spec: PairSpec) -> None:
+    """Raises InputError for names that cannot be those of a pair and its instances, and for two of one url."""
+    for name in (spec.name, *spec.instances):
+        check_name(name)
+    urls = [engine.url for engine in spec.instances.values() if engine.url]
+    if len(set(urls)) != len(urls):
+        raise InputError(f"pair {spec.name}: two instances have one url; each engine is one instance")
 
 
 def check_name(name: str) -> None:

@@ -196,10 +196,13 @@ class Store:
         deletions = [("delete from processes where pair = ? and process = ?", (pair, process)) for process in forgotten]
         await self._write([*(_saving_process(pair, standing) for standing in standings), *deletions])
 
-    async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
-        """Writes a pair with its instances; otherwise like `save`."""
-        statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
-        await self._write([statement, *map(_saving, instances)])
+    async def save_pair(
+        self, spec: PairSpec, instances: Iterable[SavedInstance], processes: Iterable[Standing] = ()
+    ) -> None:
+        """Writes a pair with its instances and processes, in place of any of that name; otherwise like `save`."""
+        statement = ("insert into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
+        standings = (_saving_process(spec.name, standing) for standing in processes)
+        await self._write([*_forgetting(spec.name), statement, *map(_saving, instances), *standings])
 
     async def save_spec(self, spec: PairSpec) -> None:
         """Writes what is fixed about a pair, unless that was deleted meanwhile; otherwise like `save`."""
@@ -221,8 +224,7 @@ class Store:
 
     async def forget(self, pair: str) -> None:
         """Removes a pair with its instances and processes."""
-        tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
-        await self._write([(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables])
+        await self._write(_forgetting(pair))
 
     async def _save_later(self, instance: SavedInstance) -> None:
         try:
@@ -286,6 +288,11 @@ def _saving(instance: SavedInstance) -> _Statement:
     values = (instance.pair, instance.name, json.dumps(state), instance.pair)
     # A pair that was deleted meanwhile stays forgotten.
     return ("insert or replace into instances select ?, ?, ? where exists (select 1 from pairs where name = ?)", values)
+
+
+def _forgetting(pair: str) -> list[_Statement]:
+    tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
+    return [(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables]
 
 
 def _saving_process(pair: str, standing: Standing) -> _Statement:

@@ -442,10 +442,12 @@ class _Update:
     async def _over(self, call: asyncio.Task[None]) -> None:
         """Waits for the end of the engine's call, before anything else is asked of the engine.
 
-        The wait is short for an engine that is not heard from.
+        The wait is short for an engine that is not heard from, and in a pair that is closed.
         """
         settings = self._pair.spec.settings
-        seconds = max(self._instance.left(settings.engine), settings.clean_up)
+        seconds = settings.clean_up
+        if self._pair.closed is None:
+            seconds = max(self._instance.left(settings.engine), seconds)
         await self._instance.poll(lambda: call.done() or bool(self._instance.silent), seconds)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), settings.clean_up)

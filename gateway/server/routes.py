@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from weightcast.gateway.control.pair import check_spec
 from weightcast.gateway.layouts.inspection import InspectTable, ReportsTable, inspect_instance, inspect_reports
 from weightcast.gateway.records import EngineSpec, PairOptions
 from weightcast.gateway.server.requests import NOTHING, Reply, json_reply
@@ -16,6 +17,8 @@ __all__ = ["ROUTES"]
 ROUTES = Routes()
 _PAIR = "/pairs/{name}"
 _INSTANCE = _PAIR + "/instances/{instance}"
+_REPLACE = Query("replace", {"type": "boolean", "default": False}, "true to put it in place of a pair of that name")
+_FORCE = Query("force", {"type": "boolean", "default": False}, "true to end what the pair has under way")
 _TEXT = Query("text", {"type": "boolean", "default": False}, "true for a table to read instead of JSON")
 
 # Whole instances
@@ -62,11 +65,14 @@ async def list_pairs(call: Call) -> Answer:
     return {"pairs": [pair.status() for pair in call.gateway.pairs.values()]}
 
 
-@ROUTES.add("PUT", _PAIR, Access.OPERATOR, body=PairOptions)
+@ROUTES.add("PUT", _PAIR, Access.OPERATOR, query=[_REPLACE, WAIT], body=PairOptions)
 async def create(call: Call) -> Answer:
-    """Creates a pair. Replies with its status."""
-    options = await call.json(PairOptions)
-    return (await call.gateway.create(options.named(call.path["name"]))).status()
+    """Creates a pair. Replies with its status. With `replace` a pair of that name is ended and forgotten first."""
+    spec, replace = (await call.json(PairOptions)).named(call.path["name"]), call.flag("replace")
+    check_spec(spec)
+    if replace and not await call.gateway.end(spec.name, "is replaced", call.wait()):
+        return NOTHING
+    return (await call.gateway.create(spec, replace=replace)).status()
 
 
 @ROUTES.add("GET", _PAIR, Access.READ)
@@ -81,11 +87,14 @@ async def waiting(call: Call) -> Answer:
     return {"waiting": call.pair.waiting_json()}
 
 
-@ROUTES.add("DELETE", _PAIR, Access.OPERATOR)
+@ROUTES.add("DELETE", _PAIR, Access.OPERATOR, query=[_FORCE, WAIT])
 async def delete(call: Call) -> Answer:
-    """Deletes a pair."""
-    await call.gateway.delete(call.path["name"])
-    return {"deleted": call.path["name"]}
+    """Deletes a pair. With `force` a connect or update under way is ended first."""
+    name = call.path["name"]
+    if call.flag("force") and not await call.gateway.end(name, "is deleted", call.wait()):
+        return NOTHING
+    await call.gateway.delete(name)
+    return {"deleted": name}
 
 
 @ROUTES.add("GET", _PAIR + "/updates/{version}", Access.READ, query=[WAIT, KNOWN])

@@ -21,6 +21,7 @@ from loopback_support import LOOPBACKS
 from spawn_support import free_port
 
 from weightcast.cli import main
+from weightcast.commands import pairs as pairs_command
 from weightcast.commands import status as status_command
 from weightcast.commands.options import show_update
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
@@ -320,7 +321,15 @@ def test_inspect(gateway: str, say: Callable[..., Said]) -> None:
     assert "dispatch audit: 24 entries of 2 ranks agree, all ranks have the same table" in out
 
 
-COMMANDS = [("status",), ("inspect", "some", "rollout-0")]
+ENGINE = '{"kind": "worker", "world_size": 2}'
+COMMANDS = [
+    ("status",),
+    ("inspect", "some", "rollout-0"),
+    ("pairs",),
+    ("delete", "some"),
+    ("delete", "some", "--force"),
+]
+COMMANDS += [("leave", "some", "rollout-0"), ("join", "some", "rollout-0", ENGINE)]
 COMMANDS += [(*command, "--json") for command in COMMANDS]
 
 
@@ -370,6 +379,50 @@ def test_what_the_gateway_does_not_know(gateway: str, say: Callable[..., Said], 
     one_line(say("inspect", "nope", "rollout-0", *ask), 2, "there is no pair 'nope'; there are ", "new")
     one_line(say("inspect", "new", "rollout-9", *ask), 2, "pair new has no instance 'rollout-9'; it has rollout-0")
     one_line(say("inspect", "new", "rollout-0", *ask), 4, "instance rollout-0 of pair new has not registered yet")
+
+
+def test_pairs_are_listed_changed_and_deleted(monkeypatch: pytest.MonkeyPatch, say: Callable[..., Said]) -> None:
+    with running_gateway() as (url, token):
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        ask = ("--gateway", url)
+        assert say("pairs", *ask) == (0, "no pairs\n", "")
+        assert say("pairs", *ask, "--json") == (0, '{"pairs": []}\n', "")
+        with GatewayClient(url) as client:
+            client.create_pair("main", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
+            client.create_pair("old", 3, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        assert say("join", "main", "rollout-1", ENGINE, *ask) == (
+            0, "instance rollout-1 has joined pair main; the next update brings it up\n", ""
+        )  # fmt: skip
+        joined = '{"name": "rollout-2", "kind": "worker", "world_size": 2}'
+        status, out, _ = say("join", "main", "rollout-2", joined, *ask, "--json")
+        assert (status, json.loads(out)) == (0, {"pair": "main", "instance": "rollout-2"})
+        one_line(say("join", "main", "rollout-3", joined, *ask), 2, "has the name 'rollout-2', expected 'rollout-3'")
+        one_line(say("join", "main", "rollout-3", "[]", *ask), 2, "instance '[]' is not a JSON object")
+        one_line(say("join", "main", "rollout-3", '{"worldsize": 1}', *ask), 2, "worldsize is not known")
+        assert say("leave", "main", "rollout-0", *ask) == (0, "instance rollout-0 leaves pair main\n", "")
+        one_line(say("leave", "main", "rollout-9", *ask), 2, "pair main has no instance 'rollout-9'")
+        assert say("pairs", *ask) == (
+            0,
+            "main: 1 trainer rank, no version, instances rollout-1, rollout-2\n"
+            "old: 3 trainer ranks, no version, instances rollout-0\n",
+            "",
+        )
+        assert say("delete", "old", *ask) == (0, "pair old is deleted\n", "")
+        one_line(say("delete", "old", *ask), 2, "there is no pair 'old'; there are main")
+        one_line(say("delete", "old", "--force", *ask), 2, "there is no pair 'old'; there are main")
+        status, out, _ = say("pairs", *ask, "--json")
+        found = {"pair": "main", "trainer_world": 1, "instances": ["rollout-1", "rollout-2"], "version": None}
+        assert (status, json.loads(out)) == (0, {"pairs": [found]})
+        status, out, _ = say("delete", "main", "--force", "--json", *ask)
+        assert (status, json.loads(out)) == (0, {"pair": "main"})
+
+
+@pytest.mark.parametrize(("numbers", "newest"), [([3, None, 12], 12), ([100, "81@2", "9@2"], "81@2"), ([None], None)])
+def test_the_newest_version_of_a_pair(numbers: list[int | str | None], newest: int | str | None) -> None:
+    instances = {str(index): {"phase": "connected", "version": version} for index, version in enumerate(numbers)}
+    instances["gone"] = {"phase": "left", "version": "99@9"}
+    summary = pairs_command._summary({"pair": "main", "trainer": {"world_size": 1}, "instances": instances})
+    assert summary["version"] == newest
 
 
 def run_gateway(*arguments: str, **environment: str) -> Said:

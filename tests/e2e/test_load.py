@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,6 +106,35 @@ def test_a_pair_that_is_there_is_left_alone(gateway: str, checkpoint: Path, caps
         assert "there is a pair 'main' already" in capsys.readouterr().err
         assert client.pair_status("main")["trainer"]["world_size"] == 2
         client.delete_pair("main")
+
+
+def test_a_load_that_is_interrupted_leaves_no_pair(gateway: str, checkpoint: Path) -> None:
+    """While it waits for an engine that does not come; else the next run would find the name taken."""
+    instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
+    command = [
+        sys.executable,
+        "-m",
+        "weightcast",
+        "load",
+        str(checkpoint),
+        "--instance",
+        instance,
+        "--gateway",
+        gateway,
+    ]
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with (
+        GatewayClient(gateway) as client,
+        subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as process,
+    ):
+        assert process.stderr is not None
+        while not [pair for pair in client.status() if pair["pair"] == "load" and pair["trainer"]["registered"]]:
+            assert process.poll() is None
+        while not client.status()[0]["instances"]["rollout-0"]["orders"]:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60.0) == 130
+        assert "load" not in [pair["pair"] for pair in client.status()]
 
 
 def test_a_folder_that_is_no_checkpoint_is_told_first(

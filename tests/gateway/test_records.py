@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from engine_support import first
 
-from weightcast.gateway.records import Action, EngineSpec, Order, PairOptions
+from weightcast.gateway.records import Action, EngineSpec, Order, PairOptions, PairSpec, differences
+from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import InputError, WireError
+from weightcast.transfer.planner.topology import Topology
 
 FULL = Order(Action.RUN, 3, first(7), True, "why", (1, 4), 2, "rollout-0")
 
@@ -60,3 +63,25 @@ def test_numbers_of_instances_that_are_none(wrong: object) -> None:
     document = {"trainer_world": 1, "instances": {"a": {"kind": "worker", "world_size": 1}}, "min_instances": wrong}
     with pytest.raises(InputError, match=r"^pair: min_instances is .*, expected a whole number from 1 to 10000"):
         PairOptions.given(document, "pair")
+
+
+def test_fields_of_a_pair_that_differ_are_named_without_secrets() -> None:
+    engine = EngineSpec(world_size=2, url="http://user:secret@host:1/?key=secret")
+    old = PairSpec("main", trainer_world=2, instances={"a": engine, "b": engine}, uid="x", lineage=3)
+    assert differences(old, replace(old, uid="y", lineage=1)) == []
+    new = replace(
+        old,
+        trainer_world=4,
+        settings=Settings(join=7.0),
+        topology=Topology(nic_gbps=400.0),
+        instances={"a": replace(engine, pause="in_place", url="http://user:other@host:2"), "c": engine},
+    )
+    assert differences(old, new) == [
+        "instances.a.pause is 'retract', now 'in_place'",
+        "instances.a.url is 'http://host:1/', now 'http://host:2'",
+        "instances.b is there, now absent",
+        "instances.c is absent, now there",
+        "settings.join is 120.0, now 7.0",
+        "topology is None, now there",
+        "trainer_world is 2, now 4",
+    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -121,6 +123,7 @@ def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
         monkeypatch.setenv("WEIGHTCAST_TOKEN", token)
         text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
         text = text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"')
+        text = text.replace("silence = 20", "silence = 120")  # one that stands still is waited for
         file = tmp_path / "cluster.toml"
         file.write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith(COMMAND)))
         outside = [sys.executable, str(PARTS), url, "main", "rollout-0", "0", "1", str(tmp_path)]
@@ -128,6 +131,11 @@ def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
             weightcast("up", str(file))
             assert actors() == {"main/trainer/0", "main/trainer/1"}
             assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+            assert seen(tmp_path, 1) == "right"
+            update_late(cluster, url, token, engine)
+            assert "rollout-0: version 1@2, " in weightcast(
+                "update", "main", "--version", "1", "--restart", "--ray", cluster
+            )
             assert seen(tmp_path, 1) == "right"
             weightcast("down", str(file))
             assert actors() == set()
@@ -182,6 +190,22 @@ def test_what_up_cannot_finish_is_taken_back(cluster: str, tmp_path: Path):
     file.write_text(dead.format(address=cluster, folder=tmp_path))
     assert "the process ended with 7" in weightcast("up", str(file), "--deadline", "60", status=4)
     assert actors() == set()
+
+
+def update_late(cluster: str, url: str, token: str, engine: subprocess.Popen[bytes]) -> None:
+    """An update to version 2 whose command gives up before it ends; its answer is none to the next command."""
+    command = ("update", "main", "--version", "2", "--ray", cluster)
+    engine.send_signal(signal.SIGSTOP)
+    try:
+        assert "trainer ranks 0, 1 said nothing for 10 s" in weightcast(*command, "--deadline", "10", status=4)
+    finally:
+        engine.send_signal(signal.SIGCONT)
+    with GatewayClient(url, token) as client:
+        while client.pair_status("main")["instances"]["rollout-0"]["version"] != 2:
+            time.sleep(0.1)
+        while client.pair_status("main")["offers"]:
+            time.sleep(0.1)
+    assert "version 2 is not newer" in weightcast(*command, status=4)
 
 
 @pytest.mark.slow

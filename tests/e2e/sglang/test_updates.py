@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -165,6 +166,24 @@ def test_a_version_number_that_comes_again_is_another_version(
             weights.become(weight)
             trainer.update(version)
             assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
+
+
+def test_an_engine_that_a_dead_trainer_left_paused_goes_on_in_the_pair_that_replaces_its_own(
+    gateway: tuple[str, str], engine: Engine, weights: Weights, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, token = gateway
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    arguments = ("main", 1, {"rollout-0": {"url": engine.url, "world_size": 1, "pause": "retract"}}, {"silence": 60.0})
+    dying = [sys.executable, str(root / "tests" / "support" / "dying_trainer.py"), url, "main", str(weights.folder)]
+    with GatewayClient(url, token) as client:
+        client.create_pair(*arguments)  # type: ignore[arg-type]
+        assert subprocess.run(dying, timeout=300.0).returncode == -signal.SIGKILL
+        assert client.pair_status("main")["offers"] == {"0": 2}
+        client.create_pair(*arguments, replace=True)  # type: ignore[arg-type]
+    assert engine.ask(PROMPTS[0], COUNT).version == "1", "it goes on with what it has"
+    with paired(gateway, engine, weights, "retract") as trainer:
+        version = update(trainer, weights)
+        assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
 
 
 def check_spans(answer: Answer, first: int, second: int) -> None:

@@ -77,6 +77,28 @@ def test_operators_at_the_same_moment_change_one_after_the_other(tmp_path: Path)
     asyncio.run(run())
 
 
+def test_a_pair_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
+    """A request that found it before may still change it, and its instances have the names of the new one's."""
+
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+        earlier = await gateway.create(SPEC)
+        assert await gateway.end("main", "is replaced", 0.0)
+        with pytest.raises(ControlError, match="pair main is replaced, which ends what is under way"):
+            await gateway.join("main", B, EngineSpec(kind="worker", world_size=2))
+        later = await gateway.create(SPEC, replace=True)
+        assert (earlier is later, earlier.spec.uid == later.spec.uid) == (False, False)
+        instance = earlier.instance(A)
+        instance.record = replace(instance.record, version=first(7), fenced=False)
+        await instance.save()
+        await earlier.begin_lineage(5)
+        ((spec, (saved,)),) = gateway.store.load()
+        assert (spec.uid, spec.lineage, saved.version, saved.fenced) == (later.spec.uid, 1, None, True)
+        await gateway.close()
+
+    asyncio.run(run())
+
+
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
@@ -193,7 +215,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all, and longer than a header would be\n" * 10)
     with pytest.raises(ControlError, match="file is not a database"):
         opened(tmp_path / "text")
-    with pytest.raises(ControlError, match="there is no folder .*; make it first"):
+    with pytest.raises(ControlError, match=r"there is no folder .*; make it first"):
         opened(tmp_path / "no" / "folder")
     newer = sqlite3.connect(tmp_path / "newer")
     newer.execute("pragma user_version = 99")

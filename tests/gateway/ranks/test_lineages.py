@@ -16,6 +16,7 @@ from spawn_support import free_port
 
 from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import GatewayClient
+from weightcast.gateway.colocated.cycle import ColocatedCycle
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import UpdateError, VersionError, WeightcastError
 
@@ -175,3 +176,41 @@ def test_ranks_that_do_not_agree_about_a_restart_are_told(
     (stamp,) = set(map(str, pool.map(update, workers, (7, 7), (True, True))))
     soon(lambda: engine.worker.stamp == stamp)
     assert stamp in ("7@2", "7@3")
+
+
+class Hooks:
+    """The trainer's part of a colocated cycle: the first version of this run begins a lineage, if that `resumes`."""
+
+    def __init__(self, worker: TrainerWorker, weights: torch.Tensor, resumes: bool) -> None:
+        self._worker, self._weights, self._restart = worker, weights, resumes
+        self.stamps: list[str] = []
+
+    def train(self, version: int) -> None:
+        self._weights.fill_(float(version))
+
+    def free(self) -> None: ...
+
+    def transfer(self, version: int) -> None:
+        self.stamps.append(self._worker.update(version, restart=self._restart).stamp)
+        self._restart = False
+
+    def offload(self) -> None: ...
+
+
+def test_a_colocated_cycle_resumes_from_an_older_step(undo: ExitStack) -> None:
+    url, token = undo.enter_context(running_gateway())
+    create(url, token)
+    engine = started(undo, url, token)
+    for resumes, versions_of_run, stamps in ((False, (99, 100), ["99", "100"]), (True, (81, 82), ["81@2", "82@2"])):
+        weights = torch.zeros(SIZE)
+        source = PlainSource({"t": weights})
+        worker = TrainerWorker(url, "main", source, rank=0, world_size=1, token=token, share="in_place")
+        undo.callback(worker.close)
+        worker.connect()
+        hooks = Hooks(worker, weights, resumes)
+        cycle = ColocatedCycle([], hooks)
+        for version in versions_of_run:
+            cycle.run(version)
+            soon(lambda stamp=hooks.stamps[-1]: engine.worker.stamp == stamp)
+            assert engine.weights.tolist() == [float(version)] * SIZE
+        assert hooks.stamps == stamps
