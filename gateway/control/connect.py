@@ -46,6 +46,7 @@ async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: 
     try:
         try:
             await merge_trainer_reports(pair)
+            pair.check_open()
             if generation != pair.generation:  # what told the instances so is forgotten by a connect
                 raise PairStateError(f"pair {pair.spec.name}: the trainer started anew before its instances connected")
         except Exception as error:  # whatever it is, the ranks have to be told
@@ -83,6 +84,7 @@ async def connect_instances(
             instance.clear_epoch()
         try:
             await instance.save()  # a later life of the gateway must not count this epoch again
+            pair.check_open()  # what a new epoch has forgotten
         except ControlError as error:
             instance.stop(error)
         pair.give(instance, Order(Action.REGISTER, instance.record.epoch, instance.updating))

@@ -88,6 +88,7 @@ class Gateway:
         async with self._changing:
             namesake = self.pairs.get(spec.name)
             if namesake is not None and not replace:
+                namesake.check_open()
                 return _same(namesake, spec)
             if namesake is not None:
                 self._check_idle(namesake)
@@ -115,7 +116,7 @@ class Gateway:
         pair = self.pairs.get(name)
         if pair is None:
             return True
-        pair.close(ControlError(f"pair {name} {reason}, which ends what is under way"))
+        pair.close(ControlError(f"pair {name} {reason}, which ends what is under way; try again when that is over"))
         return await pair.poll(lambda: pair.idle, wait)
 
     async def delete(self, name: str) -> None:

@@ -364,7 +364,12 @@ class Instance(Party):
             )
 
     def check_newer(self, version: Version) -> None:
-        """Raises VersionError with the numbers unless `version` is newer than the record's and that of any rank."""
+        """Raises VersionError with the numbers unless `version` is newer than the record's and that of any rank.
+
+        Raises it, too, for a stamp that no consumer of the instance can read.
+        """
+        if version.lineage > 1 and self.spec.stamps == "integer":
+            raise VersionError(f"instance {self.name} takes integer stamps alone, and not {version}; it has to leave")
         check_version(self.record, version)
         if self.latest is not None and version <= self.latest:
             raise VersionError(

@@ -19,7 +19,7 @@ from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.records import Backend, EngineSpec, Order, PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import AddressError, CoverageError, EngineError
+from weightcast.transfer.errors import AddressError, ControlError, CoverageError, EngineError
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -437,5 +437,26 @@ def test_a_trainer_that_starts_twice_before_its_turn_is_connected_once() -> None
         registers = [order.trainer for order in pair.orders.since(0) if order.action == "register"]
         assert registers == [pair.generation]
         await gateway.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_connect_ends_at_whatever_moment_its_pair_is_closed(moment: int) -> None:
+    """A connect begins an epoch, which forgets what its instances were told to stop for."""
+
+    async def run() -> None:
+        play = await connected(A, B, register=60.0, join=60.0)
+        for trainer in play.trainers:
+            await trainer.register()
+        work = asyncio.create_task(coordinator.connect(play.pair, play.pair.generation, "127.0.0.1", 1))
+        while play.pair.idle:
+            await asyncio.sleep(0)
+        for _ in range(moment):
+            await asyncio.sleep(0.002)
+        play.pair.close(ControlError("it is replaced"))
+        assert await play.pair.poll(lambda: play.pair.idle, 10.0)
+        await asyncio.wait_for(work, 10.0)
+        assert {i.record.phase for i in play.pair.present} <= {Phase.FAILED, Phase.CONNECTED}
 
     asyncio.run(run())

@@ -486,6 +486,29 @@ def test_an_offer_of_a_restart_that_comes_again_is_the_same_update() -> None:
     asyncio.run(run())
 
 
+def test_no_consumer_of_integers_gets_a_stamp_of_a_later_lineage() -> None:
+    """Also one that joined at the very moment at which the lineage began."""
+
+    async def run() -> None:
+        play = await connected(A, B, version=100)
+        check = play.pair._check_stamps
+        late = play.pair.instances[B]
+
+        def check_and_join() -> None:
+            check()
+            late.spec = replace(late.spec, stamps="integer")
+            play.pair._check_stamps = lambda: None  # type: ignore[method-assign]
+
+        play.pair._check_stamps = check_and_join  # type: ignore[method-assign]
+        assert (await play.update(81, restart=True)).committed
+        record = play.pair.results[Version(2, 81)][B]
+        assert (record.committed, record.fenced) == (False, False)
+        assert record.reason == f"instance {B} takes integer stamps alone, and not 81@2; it has to leave"
+        assert play.engines[B].calls == []
+
+    asyncio.run(run())
+
+
 def test_a_lineage_that_cannot_be_written_down_has_not_begun() -> None:
     async def run() -> None:
         play = await connected(version=100)
