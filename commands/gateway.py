@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-SCOPES = {"operator": "WEIGHTCAST_TOKEN", "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
+SCOPES = {
+    "operator": "WEIGHTCAST_TOKEN",
+    "worker": "WEIGHTCAST_WORKER_TOKEN",
+    "read": "WEIGHTCAST_READ_TOKEN",
+    "ready": "WEIGHTCAST_READY_TOKEN",
+}
 """The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
 
 

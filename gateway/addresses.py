@@ -7,9 +7,9 @@ import ssl
 
 import httpx
 
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import EngineError, InputError
 
-__all__ = ["CA_VARIABLE", "check_url", "transport_to", "trusted"]
+__all__ = ["CA_VARIABLE", "check_url", "key_header", "transport_to", "trusted"]
 
 CA_VARIABLE = "WEIGHTCAST_CA"
 """Environment variable with a file of certificates to trust in gateway and engines, in place of the system's."""
@@ -50,3 +50,18 @@ def trusted(url: str) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=file)
     except (OSError, ssl.SSLError) as error:
         raise InputError(f"{CA_VARIABLE} names {file!r}, which is no file of certificates: {error}") from None
+
+
+def key_header(whose: str, variable: str) -> dict[str, str]:
+    """The header with the key of an engine, which an environment variable holds; empty without a variable.
+
+    Raises EngineError, opened by `whose`, for one that holds none. No error shows a key.
+    """
+    if not variable:
+        return {}
+    key = os.environ.get(variable, "")
+    if not key:
+        raise EngineError(f"{whose}variable {variable} is not set here; start this process with the engine's key in it")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise EngineError(f"{whose}variable {variable} holds line breaks, outer spaces or characters beyond ASCII")
+    return {"Authorization": f"Bearer {key}"}

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, get_args
 
+from weightcast import __version__
 from weightcast.adapters.sglang.caches import (
     BUSY,
     drop_caches,
@@ -57,6 +58,7 @@ ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
 
 PREFIX = "weightcast/"
 LOAD_FORMAT = "weightcast"
+PLUGIN = "weightcast"
 _PAUSES = get_args(PauseMode)
 _SLOW = 5.0
 """Seconds of the loop from which a description is worth a warning."""
@@ -79,6 +81,7 @@ def register() -> None:
         (_MANAGER + "update_weights_from_distributed", _update, HookType.AROUND),
         (_MANAGER + "end_weight_update", _end, HookType.AROUND),
         (_SCHEDULER + "handle_update_weight_version", _version, HookType.AFTER),
+        (_SCHEDULER + "get_internal_state", _introduce, HookType.AFTER),
         (_SCHEDULER + "pause_generation", _pause, HookType.AROUND),
         (_SCHEDULER + "get_new_batch_prefill", _admit, HookType.AROUND),
         (_NAMESPACE, _arrived, HookType.AFTER),
@@ -120,6 +123,12 @@ def _in_one_line(error: Exception) -> str:
 
 
 # Connecting
+
+
+def _introduce(result: Any, scheduler: Any, request: Any) -> Any:
+    """Says in a scheduler's state, which `/server_info` shows, that the plugin is here: the gateway asks first."""
+    result.internal_state[PLUGIN] = __version__
+    return result
 
 
 @_answers("InitWeightsUpdateGroupReqOutput")
