@@ -52,16 +52,19 @@ def trusted(url: str) -> ssl.SSLContext | bool:
         raise InputError(f"{CA_VARIABLE} names {file!r}, which is no file of certificates: {error}") from None
 
 
-def key_header(whose: str, variable: str) -> dict[str, str]:
+def key_header(whose: str, variable: str, process: str = "the gateway") -> dict[str, str]:
     """The header with the key of an engine, which an environment variable holds; empty without a variable.
 
-    Raises EngineError, opened by `whose`, for one that holds none. No error shows a key.
+    Raises EngineError for one that holds none. `whose` opens its text, `process` names this process. No error shows a
+    key.
     """
     if not variable:
         return {}
     key = os.environ.get(variable, "")
     if not key:
-        raise EngineError(f"{whose}variable {variable} is not set here; start this process with the engine's key in it")
+        raise EngineError(
+            f"{whose}variable {variable} is not set in the environment of {process}; start it with the engine's key"
+        )
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise EngineError(f"{whose}variable {variable} holds line breaks, outer spaces or characters beyond ASCII")
     return {"Authorization": f"Bearer {key}"}

@@ -58,7 +58,7 @@ class SGLangMemory:
         """
         check_url(f"instance {name}: ", url, "its SGLang server")
         self.name, self._pause = name, pause
-        header = key_header(f"instance {name}: ", api_key_variable)
+        header = key_header(f"instance {name}: ", api_key_variable, "this process")
         self._client = httpx.Client(
             base_url=url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(url), headers=header
         )

@@ -246,7 +246,7 @@ def test_each_call_carries_its_key(
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("", "is not set here; start this process with the engine's key in it"),
+        ("", "is not set in the environment of the gateway; start it with the engine's key"),
         ("the-key\n", "holds line breaks, outer spaces or characters beyond ASCII"),
         (" the-key", "holds line breaks, outer spaces or characters beyond ASCII"),
         ("the-k\u00e9y", "holds line breaks, outer spaces or characters beyond ASCII"),
