@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import httpx
 
-from weightcast.transfer.errors import AddressError, InputError
+from weightcast.transfer.errors import AddressError, EngineError, InputError
 from weightcast.transfer.transports.addresses import host_port, is_loopback, is_unspecified, split_host_port
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "check_reachable",
     "check_url",
     "http_url",
+    "key_header",
     "transport_to",
     "trusted",
 ]
@@ -128,3 +129,21 @@ def trusted(url: str) -> ssl.SSLContext | bool:
         return ssl.create_default_context(cafile=file)
     except (OSError, ssl.SSLError) as error:
         raise InputError(f"{CA_VARIABLE} names {file!r}, which is no file of certificates: {error}") from None
+
+
+def key_header(whose: str, variable: str, process: str = "the gateway") -> dict[str, str]:
+    """The header with the key of an engine, which an environment variable holds; empty without a variable.
+
+    Raises EngineError for one that holds none. `whose` opens its text, `process` names this process. No error shows a
+    key.
+    """
+    if not variable:
+        return {}
+    key = os.environ.get(variable, "")
+    if not key:
+        raise EngineError(
+            f"{whose}variable {variable} is not set in the environment of {process}; start it with the engine's key"
+        )
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise EngineError(f"{whose}variable {variable} holds line breaks, outer spaces or characters beyond ASCII")
+    return {"Authorization": f"Bearer {key}"}

@@ -34,7 +34,7 @@ from weightcast.transfer.errors import (
     WeightcastError,
     error_named,
 )
-from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.layout.tables import RankReport, TensorSpec
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.operations import RankPart
 from weightcast.transfer.planner.topology import Topology
@@ -351,6 +351,11 @@ class GatewayClient:
     def settings(self, pair: str) -> dict[str, float]:
         """The settings of a pair."""
         return dict(self._call("GET", f"/pairs/{pair}/settings").json())
+
+    def catalog(self, pair: str, deadline: float) -> dict[str, TensorSpec]:
+        """The trainer's tensors by name, once all of its ranks have registered. Raises DeadlineError."""
+        what = f"the catalog of pair {pair}'s trainer"
+        return wire.decode_catalog(self._poll(f"/pairs/{pair}/catalog", deadline, what).content).specs()
 
     def inspect(self, pair: str, instance: str) -> dict[str, Any]:
         """Coverage, slots, replicas and same-rank pairs of an instance."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -10,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from pydantic import Field, StrictBool
+from pydantic import AfterValidator, Field, StrictBool
 
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import MOST_LINEAGES, Version
@@ -53,12 +54,28 @@ MAX_INSTANCES = 10_000
 
 Ranks = Annotated[int, Field(strict=True, ge=1, le=100_000, description="a whole number from 1 to 100000")]
 Pattern = Annotated[str, Field(min_length=1, max_length=1000)]
+KEY_PREFIX = "WEIGHTCAST_ENGINE_KEY"
+"""Start of the variables with keys of engines: no other secret of the gateway's environment is sent to an engine."""
+_KEY_VARIABLE = re.compile(KEY_PREFIX + "[A-Za-z0-9_]{0,200}")
+
 Lineage = Annotated[int, Field(strict=True, ge=1, le=MOST_LINEAGES, description="a whole number from 1 to 2^31")]
 _NAMES = f"from 1 to {MAX_INSTANCES} instances by name"
 Needed = Annotated[
     int, Field(strict=True, ge=1, le=MAX_INSTANCES, description=f"a whole number from 1 to {MAX_INSTANCES}")
 ]
 Bucket = Annotated[int, Field(strict=True, ge=1 << 10, le=1 << 40, description="a whole number from 2^10 to 2^40")]
+
+
+def _key_variable(name: str) -> str:
+    """Checks the name of a variable. Raises ValueError that does not show it: it may be a key, given by mistake."""
+    if name and not _KEY_VARIABLE.fullmatch(name):
+        raise ValueError(
+            f"it names no variable {KEY_PREFIX}...; keys stay in the gateway's environment, in variables that begin so"
+        )
+    return name
+
+
+KeyVariable = Annotated[str, AfterValidator(_key_variable)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +95,9 @@ class EngineSpec(Record):
     "report" only reports them.
 
     `stamps` says which stamps of versions its consumers read. With "integer" the pair stays in its first lineage.
+
+    `api_key_variable` and `admin_api_key_variable` name variables of the gateway's environment that hold the server's
+    `--api-key` and `--admin-api-key`. The second is that of the first unless given.
     """
 
     kind: EngineKind = "sglang"
@@ -89,6 +109,8 @@ class EngineSpec(Record):
     non_finite: NonFiniteMode = "refuse"
     allow_non_finite: Annotated[tuple[Pattern, ...], Field(max_length=1000)] = ()
     stamps: Stamps = "text"
+    api_key_variable: KeyVariable = ""
+    admin_api_key_variable: KeyVariable = ""
 
     def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
         """Those of `values` that the engine does not take."""

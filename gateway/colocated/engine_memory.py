@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import httpx
 
-from weightcast.gateway.addresses import check_url, trusted
+from weightcast.gateway.addresses import check_url, key_header, trusted
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["EngineMemory", "SGLangMemory", "UncertainError"]
@@ -49,11 +49,18 @@ class SGLangMemory:
         pause: Literal["abort", "retract"] = "retract",
         timeout: float = 600.0,
         transport: httpx.BaseTransport | None = None,
+        api_key_variable: str = "",
     ) -> None:
+        """`api_key_variable` names the variable of this process's environment with the key of the server.
+
+        That is its `--admin-api-key`, or its `--api-key` where it has no other. Raises EngineError for a variable that
+        is not set.
+        """
         check_url(f"instance {name}: ", url, "its SGLang server")
         self.name, self._pause = name, pause
+        header = key_header(f"instance {name}: ", api_key_variable, "this process")
         self._client = httpx.Client(
-            base_url=url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(url)
+            base_url=url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(url), headers=header
         )
 
     def pause(self) -> None:

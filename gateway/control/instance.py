@@ -230,6 +230,20 @@ class Instance(Party):
         return "fenced" if self.record.fenced and self.present else self.record.phase.value
 
     @property
+    def unready(self) -> str:
+        """The reason why the instance must get no requests now; empty while it serves and does not leave."""
+        record = self.record
+        if not self.present:
+            return "it has left, or leaves"
+        if self.silent:
+            return self.silence()
+        if record.serves:
+            return ""
+        if record.target is not None and record.fenced:
+            return f"version {record.target} is being written"
+        return record.reason or "no version was committed yet"
+
+    @property
     def updating(self) -> Version | None:
         """The version of the update that holds the instance; None between updates, and in a connect."""
         return self.step.version if self.step is not None else None

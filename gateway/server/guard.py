@@ -63,7 +63,10 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
     def _who(self, scope: Scope, headers: dict[bytes, bytes]) -> _Refusal | None:
-        """(status, error class, message), or None for a token that may ask this."""
+        """(status, error class, message), or None for a token that may ask this, or where none is wanted."""
+        needed = self._needs(scope)
+        if needed is Access.OPEN:
+            return None
         address, port = scope.get("client") or ("", 0)
         now = time.monotonic()
         if (left := self._throttle.wait(address, port, now)) > 0:
@@ -75,7 +78,6 @@ class Guard:
             self._throttle.wrong(address, port, now)
             return 401, "AuthorizationError", _WRONG
         self._throttle.right(address, port)
-        needed = self._needs(scope)
         if access < needed:
             wanted, found = needed.name.lower(), access.name.lower()
             message = f"this needs a token of scope {wanted}; the one given has scope {found}"

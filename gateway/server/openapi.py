@@ -78,8 +78,12 @@ def _operation(route: Route) -> dict[str, Any]:
     if WAIT in route.query:
         responses["204"] = {"description": "nothing yet: ask again"}
     summary = " ".join((route.answer.__doc__ or "").split())
-    operation: dict[str, Any] = {"summary": summary, "tags": [route.access.name.lower()]}
-    operation["description"] = f"Asked by {route.speaker.value}; needs a token of scope {route.access.name.lower()}."
+    scope = route.access.name.lower()
+    operation: dict[str, Any] = {"summary": summary, "tags": [scope]}
+    token = "no token" if route.access is Access.OPEN else f"a token of scope {scope}"
+    operation["description"] = f"Asked by {route.speaker.value}; needs {token}."
+    if route.access is Access.OPEN:
+        operation["security"] = []
     operation |= {"parameters": parameters, "responses": responses}
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body)}

@@ -80,6 +80,16 @@ async def settings(call: Call) -> Answer:
     return asdict(call.pair.spec.settings)
 
 
+@ROUTES.add("GET", "/pairs/{name}/catalog", Access.WORKER, query=[WAIT], kinds=[MSGPACK])
+async def catalog(call: Call) -> Answer:
+    """Names, shapes and dtypes of the trainer's tensors, once all of its ranks have registered."""
+    pair = call.pair
+    await pair.poll(lambda: pair.trainer_layout is not None, call.wait())
+    if pair.trainer_layout is None:
+        return NOTHING
+    return Reply(200, wire.encode_catalog(pair.trainer_layout.tensors), MSGPACK.encode())
+
+
 @ROUTES.add("POST", _TRAINER + "/beat", Access.WORKER, Speaker.TRAINER)
 async def trainer_beat(call: Call) -> None:
     """Sign of life of a trainer rank."""

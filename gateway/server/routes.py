@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from weightcast.gateway.control.pair import check_spec
 from weightcast.gateway.layouts.inspection import InspectTable, ReportsTable, inspect_instance, inspect_reports
 from weightcast.gateway.records import EngineSpec, PairOptions
-from weightcast.gateway.server.requests import NOTHING, Reply, json_reply
+from weightcast.gateway.server.requests import NOTHING, Reply, json_reply, refusal
 from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, Routes
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.errors import ControlError
@@ -54,6 +54,19 @@ async def inspect(call: Call) -> Answer:
     if call.flag("text"):
         return Reply(200, table.to_text().encode(), b"text/plain; charset=utf-8")
     return table.to_json()
+
+
+@ROUTES.add("GET", _INSTANCE + "/ready", Access.READY)
+async def ready(call: Call) -> Answer:
+    """Readiness of an instance for requests: 200 while it serves, else 503 with the reason."""
+    name, instance = call.path["name"], call.path["instance"]
+    pair = call.gateway.pairs.get(name)
+    member = pair.instances.get(instance) if pair is not None else None
+    # Names of other pairs and instances are not for the token of a probe.
+    reason = "the gateway does not know it" if member is None else member.unready
+    if reason:
+        return refusal("PairStateError", f"instance {instance} of pair {name} does not serve: {reason}"[:1000], 503)
+    return {"ready": True}
 
 
 # Whole pairs
@@ -112,6 +125,12 @@ async def result(call: Call) -> Answer:
 
 
 # Monitoring
+
+
+@ROUTES.add("GET", "/livez", Access.OPEN)
+async def livez(_: Call) -> Answer:
+    """Sign of life of the gateway's process, and nothing else."""
+    return {}
 
 
 @ROUTES.add("GET", "/healthz", Access.READ)

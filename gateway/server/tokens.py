@@ -16,7 +16,12 @@ from weightcast.transfer.transports.addresses import ip_address
 
 __all__ = ["VARIABLES", "Access", "Throttle", "Tokens", "make_token", "source_of"]
 
-VARIABLES = {"operator": TOKEN_VARIABLE, "worker": "WEIGHTCAST_WORKER_TOKEN", "read": "WEIGHTCAST_READ_TOKEN"}
+VARIABLES = {
+    "operator": TOKEN_VARIABLE,
+    "worker": "WEIGHTCAST_WORKER_TOKEN",
+    "read": "WEIGHTCAST_READ_TOKEN",
+    "ready": "WEIGHTCAST_READY_TOKEN",
+}
 """The environment variable with the token of each scope. Whoever asks the gateway has its own in WEIGHTCAST_TOKEN."""
 
 MIN_TOKEN = 16
@@ -27,11 +32,15 @@ MAX_ADDRESSES = 10_000
 class Access(IntEnum):
     """What a token is good for; each includes those before it."""
 
-    READ = 1
+    OPEN = 0
+    """Ask what wants no token."""
+    READY = 1
+    """Ask if an instance serves: a probe's token stands in its manifest, where many read it."""
+    READ = 2
     """See pairs, instances and metrics."""
-    WORKER = 2
+    WORKER = 3
     """Act as a rank of a trainer or of an instance."""
-    OPERATOR = 3
+    OPERATOR = 4
     """Create and delete pairs, let instances join and leave: the gateway calls the engines' addresses given there."""
 
 
@@ -50,6 +59,7 @@ class Tokens:
     operator: str
     worker: str = ""
     read: str = ""
+    ready: str = ""
 
     def __post_init__(self) -> None:
         tokens = [(field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name)]
@@ -69,7 +79,12 @@ class Tokens:
 
     def access(self, token: bytes) -> Access | None:
         """The scope of a token, None for a wrong one. Takes the same time whichever it is."""
-        scopes = {Access.READ: self.read, Access.WORKER: self.worker, Access.OPERATOR: self.operator}
+        scopes = {
+            Access.READY: self.ready,
+            Access.READ: self.read,
+            Access.WORKER: self.worker,
+            Access.OPERATOR: self.operator,
+        }
         matches = [access for access, text in scopes.items() if hmac.compare_digest(token, text.encode()) and text]
         return max(matches, default=None)
 

@@ -204,6 +204,23 @@ def test_a_server_that_is_not_there_was_not_asked() -> None:
     engine.close()
 
 
+def test_a_server_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["authorization"])
+        return httpx.Response(200)
+
+    variable, transport = "WEIGHTCAST_ENGINE_KEY", httpx.MockTransport(answer)
+    with pytest.raises(EngineError, match=f"variable {variable} is not set in the environment of this process"):
+        SGLangMemory("rollout-0", "http://127.0.0.1:9", transport=transport, api_key_variable=variable)
+    monkeypatch.setenv(variable, "the-key")
+    engine = SGLangMemory("rollout-0", "http://127.0.0.1:9", transport=transport, api_key_variable=variable)
+    engine.pause()
+    engine.close()
+    assert keys == ["Bearer the-key"]
+
+
 def test_ranks_that_do_not_lead_leave_the_engines_alone_and_hear_of_failures() -> None:
     log: list[str] = []
     heard = iter(["", "", "", "", "rank 0 is out of memory", *[""] * 9])

@@ -31,8 +31,15 @@ from weightcast.gateway.server.tokens import Access, Throttle, Tokens, make_toke
 from weightcast.transfer.errors import InputError, TransferError
 from weightcast.transfer.wire.messages import MSGPACK
 
-TOKENS = Tokens(make_token(), make_token(), make_token())
-OF_SCOPE = {Access.READ: TOKENS.read, Access.WORKER: TOKENS.worker, Access.OPERATOR: TOKENS.operator}
+TOKENS = Tokens(make_token(), make_token(), make_token(), make_token())
+OF_SCOPE = {
+    Access.READY: TOKENS.ready,
+    Access.READ: TOKENS.read,
+    Access.WORKER: TOKENS.worker,
+    Access.OPERATOR: TOKENS.operator,
+}
+OPEN = "/livez"
+READY = "/pairs/{name}/instances/{instance}/ready"
 
 
 @pytest.fixture
@@ -59,20 +66,34 @@ def test_every_route_says_its_scope() -> None:
         "/pairs/{name}",
         "/pairs/{name}/instances/{instance}",
     }
-    changing = [path for (method, path), scope in scopes.items() if scope is Access.READ and method != "GET"]
+    changing = [path for (method, path), scope in scopes.items() if scope <= Access.READ and method != "GET"]
     assert changing == [], "who may only read changes nothing"
+    assert [path for (_, path), scope in scopes.items() if scope is Access.READY] == [READY]
+    assert [path for (_, path), scope in scopes.items() if scope is Access.OPEN] == [OPEN]
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), bearer(TOKENS.read[:-1]), {"Authorization": "x"}])
 def test_every_route_without_a_right_token(headers: dict[str, str]) -> None:
-    for _, method, path in requests():
+    for route, method, path in requests():
+        if route.access is Access.OPEN:
+            continue
         client = TestClient(make_app(Gateway("127.0.0.1", 1), TOKENS), raise_server_exceptions=False)
         answer = client.request(method, path, headers=headers)
         assert (answer.status_code, answer.json()["error"]) == (401, "AuthorizationError"), path
         assert client.request(method, path, headers={"Authorization": f"Basic {TOKENS.operator}"}).status_code == 401
 
 
-@pytest.mark.parametrize("scope", list(Access))
+def test_the_open_route_tells_nothing_and_is_never_throttled(client: TestClient) -> None:
+    assert client.get(OPEN, headers={"Transfer-Encoding": "chunked"}).status_code == 411, (
+        "sizes are checked all the same"
+    )
+    for headers in [{}, *[bearer("guess")] * 25]:
+        answer = client.get(OPEN, headers=headers)
+        assert (answer.status_code, answer.json()) == (200, {})
+    assert client.get("/pairs", headers=bearer(TOKENS.read)).status_code == 200, "a token shown there is no guess"
+
+
+@pytest.mark.parametrize("scope", list(OF_SCOPE))
 def test_every_route_with_a_token_of_each_scope(client: TestClient, scope: Access) -> None:
     for route, method, path in requests():
         answer = client.request(method, path, headers=bearer(OF_SCOPE[scope]), content=b"{no json")
@@ -82,11 +103,13 @@ def test_every_route_with_a_token_of_each_scope(client: TestClient, scope: Acces
             assert f"needs a token of scope {route.access.name.lower()}" in answer.json()["message"]
         else:
             assert answer.status_code not in (401, 403, 404, 405, 500), (path, answer.text)
+            assert (answer.status_code == 503) == (route.path == READY), "there is no such instance"
 
 
 def test_what_is_no_route(client: TestClient) -> None:
     for path in ("/", "/docs", "/pairs/a/b/c"):
         assert client.get(path).status_code == 401, "nobody learns what there is without a token"
+        assert client.get(path, headers=bearer(TOKENS.ready)).status_code == 403
         assert client.get(path, headers=bearer(TOKENS.read)).status_code == 404
     answer = client.patch("/pairs/a", headers=bearer(TOKENS.read))
     assert (answer.status_code, answer.json()["message"]) == (
@@ -278,19 +301,26 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
 
 def test_tokens_of_each_scope_come_from_the_environment() -> None:
     variables = {TOKEN_VARIABLE: TOKENS.operator, "WEIGHTCAST_WORKER_TOKEN": TOKENS.worker}
-    variables["WEIGHTCAST_READ_TOKEN"] = TOKENS.read
+    variables |= {"WEIGHTCAST_READ_TOKEN": TOKENS.read, "WEIGHTCAST_READY_TOKEN": TOKENS.ready}
     address, process = start(**variables)
     try:
         found: dict[str, Any] = {}
         rank = "/pairs/operator/instances/a/ranks/0"
-        for name, token in (("operator", TOKENS.operator), ("worker", TOKENS.worker), ("read", TOKENS.read)):
+        for name in ("operator", "worker", "read", "ready"):
+            token = getattr(TOKENS, name)
             url = f"http://{address}"
             body = {"trainer_world": 1, "instances": {"a": {"kind": "worker", "world_size": 1}}}
             created = httpx.put(f"{url}/pairs/{name}", json=body, headers=bearer(token), trust_env=False)
             beat = httpx.post(f"{url}{rank}/beat", json={}, headers=bearer(token), trust_env=False)
             health = httpx.get(f"{url}/healthz", headers=bearer(token), trust_env=False)
-            found[name] = (created.status_code, beat.status_code, health.json()["status"])
-        assert found == {"operator": (200, 200, "ok"), "worker": (403, 200, "ok"), "read": (403, 403, "ok")}
+            ready = httpx.get(f"{url}/pairs/operator/instances/a/ready", headers=bearer(token), trust_env=False)
+            found[name] = (created.status_code, beat.status_code, health.status_code, ready.status_code)
+        assert found == {
+            "operator": (200, 200, 200, 503),
+            "worker": (403, 200, 200, 503),
+            "read": (403, 403, 200, 503),
+            "ready": (403, 403, 403, 503),
+        }
     finally:
         said = end(process)
     assert not any(token.encode() in said for token in variables.values()), "a given token is not repeated"
