@@ -46,7 +46,7 @@ from weightcast.adapters.sglang.experts import attribute
 from weightcast.adapters.sglang.ray_actors import load_in_actors
 from weightcast.adapters.sglang.session import CONNECTING, Described, Member, Naming, Session, Thread
 from weightcast.adapters.sglang.sink import SglangSink, refuse_guarded
-from weightcast.gateway.addresses import ADDRESS_VARIABLE, CA_VARIABLE
+from weightcast.gateway.addresses import ADDRESS_VARIABLE, CA_VARIABLE, http_url
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.records import PauseMode
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError, StalePlanError
