@@ -6,18 +6,20 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from weightcast.cluster.ray_actors import CONNECTED, RankActor, RankPlace, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.ranks.trainer import UpdateResult
 from weightcast.gateway.ray_address import find_actor
 from weightcast.gateway.records import wait_lines
 from weightcast.gateway.reminder import SAY_SECONDS, Reminder
 from weightcast.transfer.errors import ControlError, DeadlineError, EngineError, WeightcastError
 from weightcast.transfer.layout.summaries import number_ranges
 from weightcast.transfer.transports.addresses import host_port
+
+if TYPE_CHECKING:
+    from weightcast.gateway.ranks.trainer import UpdateResult
 
 __all__ = ["Say", "begin", "give_back", "heard", "kept_spec", "start_trainer", "update", "who_is_missing"]
 
@@ -133,9 +135,7 @@ def update(pair: str, version: int, say: Say, seconds: float, *, restart: bool =
         _begin(actors, spec, say, seconds)
     call = uuid.uuid4().hex  # a late answer to an earlier call of the same version is not one to this
     ray.get([actor.tell.remote((call, version, restart)) for actor in actors])
-    result = _hear_all(actors, call, spec, say, seconds)[0]
-    assert isinstance(result, UpdateResult)
-    return result
+    return cast("UpdateResult", _hear_all(actors, call, spec, say, seconds)[0])
 
 
 def _answer(actor: Any, method: str, seconds: float) -> Any:
