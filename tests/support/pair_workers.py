@@ -245,7 +245,8 @@ def move_under(worker: InstanceWorker, sink: SlotSink, rows: dict[int, list[int]
 
     def transfer() -> TransferReport:
         report = receive()
-        sink.row = rows.pop(worker._target or 0, sink.row)
+        version = 0 if worker.target is None else worker.target.number
+        sink.row = rows.pop(version, sink.row)
         return report
 
     worker.transfer = transfer  # type: ignore[method-assign]
