@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,13 +19,14 @@ from safetensors.torch import load_file, save_file
 from sglang_updates import Weights, start_engine
 from spawn_support import free_port
 
+from weightcast.adapters.unsharded import PlainSource
 from weightcast.cluster.processes import running, wait_up
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.model import make_model
 from weightcast.demo.processes import server_launch
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.transfer.errors import EngineError, WeightcastError
+from weightcast.transfer.errors import ControlError, CoverageError, EngineError, WeightcastError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -102,15 +104,31 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights(folder)
 
 
+def delete(client: GatewayClient) -> None:
+    """Deletes the pair, as soon as a connect that has failed is over."""
+    limit = time.monotonic() + 120.0
+    while True:
+        try:
+            client.delete_pair("main")
+        except ControlError:
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        else:
+            return
+
+
 @contextmanager
-def paired(gateway: tuple[str, str], server: Server, weights: Weights, **record: Any) -> Iterator[TrainerWorker]:
-    """A trainer that has not connected yet; the pair is gone afterwards."""
+def paired(
+    gateway: tuple[str, str], server: Server, weights: Weights, lacks: str = "", **record: Any
+) -> Iterator[TrainerWorker]:
+    """A trainer that has not connected yet, and perhaps lacks a tensor; the pair is gone afterwards."""
     url, token = gateway
     engine = {"url": server.url, "world_size": 1, "pause": "retract", **record}
     with GatewayClient(url, token) as client, ExitStack() as ending:
         client.create_pair("main", 1, {"rollout-0": engine}, {"silence": 60.0})
-        ending.callback(client.delete_pair, "main")
-        trainer = TrainerWorker(url, "main", weights.source, rank=0, world_size=1, token=token)
+        ending.callback(delete, client)
+        source = PlainSource({name: t for name, t in weights.tensors.items() if name != lacks})
+        trainer = TrainerWorker(url, "main", source, rank=0, world_size=1, token=token)
         ending.callback(trainer.close)
         yield trainer
 
@@ -162,6 +180,12 @@ def test_a_name_of_the_hub_and_keys(
         messages.append(refusal(gateway, server, weights, **reads))
         told = "/init_weights_update_group answered 401: the server does not take the key of variable "
         assert f"{told}WEIGHTCAST_ENGINE_KEY; " in messages[2]
+        norm = "model.norm.weight"
+        with (
+            paired(gateway, server, weights, norm, **both) as trainer,
+            pytest.raises(CoverageError, match=norm),  # it is in the checkpoint of that name
+        ):
+            trainer.connect()
         with paired(gateway, server, weights, **both) as trainer:
             trainer.connect()
             updated(trainer, server, weights, 1)
