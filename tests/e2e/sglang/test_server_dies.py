@@ -15,7 +15,7 @@ from weightcast.adapters.unsharded import CheckpointSource
 from weightcast.cluster.processes import running, wait_up
 from weightcast.demo.config import DemoConfig, ServerConfig
 from weightcast.demo.model import make_model, prompt_ids
-from weightcast.demo.processes import HOST, Server, server_launch
+from weightcast.demo.processes import Server, server_launch
 from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.gateway.server.tokens import make_token
@@ -29,11 +29,11 @@ NAME = "rollout-0"
 def test_a_server_outlives_its_gateway_and_comes_back(tmp_path: Path) -> None:
     token, server_port, port = make_token(), free_port(), free_port()
     make_model(tmp_path / "model")
-    config, spec, url = DemoConfig(work=tmp_path), ServerConfig(NAME), f"http://{HOST}:{server_port}"
+    config, spec, url = DemoConfig(work=tmp_path), ServerConfig(NAME), f"http://127.0.0.1:{server_port}"
     launch = server_launch(spec, config, tmp_path / "model", token)
 
     def start(life: ExitStack) -> Server:
-        command, log = launch.filled(HOST, server_port), config.log(NAME)
+        command, log = launch.filled(config.host, server_port), config.log(NAME)
         process = life.enter_context(running(command, log, launch.environment))
         server = Server(spec, url, log, partial(wait_up, process, f"{url}/health", log))
         server.wait_up(300.0)
