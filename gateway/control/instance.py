@@ -95,7 +95,8 @@ class Instance(Party):
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
     processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
     it. `evicted` says why the instance has left, if it did so because it was dead; empty otherwise. `committed_at` is
-    the time of its last commit in this life of the gateway, in UTC.
+    the time of its last commit in this life of the gateway, in UTC. `recognised` are the ranks that have beaten in this
+    life from the process that is known for them.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Instance(Party):
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
         self.evicted = ""
+        self.recognised: set[int] = set()
         self.resend: set[int] | None = None
         self.step: Step | None = None
         self.deadline: Deadline | None = None
@@ -217,7 +219,17 @@ class Instance(Party):
     @property
     def serves(self) -> bool:
         """True if the instance may answer with a version of this pair, and no rank of it is missed."""
-        return self.record.serves and not self.silent
+        return not self.silent and (self.record.serves or self._goes_on)
+
+    @property
+    def _goes_on(self) -> bool:
+        """True after a restart of the gateway, once each rank has beaten from the process that the state file knows.
+
+        The memory of these processes is as it was: a fence would be in the file before the first byte.
+        """
+        record, is_whole = self.record, len(self.recognised) == self.world
+        committed = record.version is not None and not record.fenced
+        return committed and record.reason == RESTARTED and is_whole and not self.paused
 
     @property
     def state(self) -> str:
@@ -237,7 +249,7 @@ class Instance(Party):
             return "it has left, or leaves"
         if self.silent:
             return self.silence()
-        if record.serves:
+        if self.serves:
             return ""
         if record.target is not None and record.fenced:
             return f"version {record.target} is being written"
@@ -519,6 +531,8 @@ class Instance(Party):
                 f"{self.name} rank {rank} is {self._process(holder)}; {_process_name(identity)} has not registered "
                 "for it since the pair was made; its beats do not count"
             )
+        if holder == identity:
+            self.recognised.add(rank)
         if self.hear(rank, time.monotonic()):
             log.info("rank %d is heard again", rank, extra={"pair": self.pair, "instance": self.name, "rank": rank})
             self.notify()

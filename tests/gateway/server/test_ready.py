@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from gateway_support import running_gateway
+from spawn_support import free_port
 
 from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
@@ -135,6 +136,38 @@ def test_an_instance_is_ready_while_it_serves(gateway: Gateway) -> None:
         with GatewayClient(gateway.url, gateway.token) as client:
             client.leave_instance("main", "rollout-1")
         assert gateway.refusal().endswith("does not serve: it has left, or leaves")
+
+
+def test_an_instance_is_ready_again_after_a_restart_of_the_gateway(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes are the same, so its memory is: it needs no update. Another process of its rank is not known."""
+    monkeypatch.setenv("WEIGHTCAST_READY_TOKEN", READY)
+    state, port, token = ("--state", str(tmp_path / "state")), free_port(), make_token()
+    names = (f"http://127.0.0.1:{port}", "main", "rollout-1")
+    command = [sys.executable, str(root / "examples" / "own_engine.py"), *names]
+    with running_gateway(*state, port=port, token=token) as (url, _):
+        gateway = Gateway(url, token)
+        gateway.create(heartbeat=0.5, silence=5.0)
+        engine = subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: token})
+        try:
+            with trainer_of(gateway, {NAME: torch.ones(64)}) as trainer:
+                trainer.update(1)
+        except BaseException:
+            engine.kill()
+            raise
+    try:
+        with running_gateway(*state, port=port, token=token):
+            until(lambda: gateway.probe()[0] == 200)
+            engine.kill()
+            engine.wait()
+            until(lambda: gateway.probe()[0] == 503)
+        with running_gateway(*state, port=port, token=token), GatewayClient(url, token) as client:
+            client.beat("main/instances/rollout-1/ranks/0", "another process")
+            assert gateway.refusal().endswith("the gateway was restarted; the next update connects the instance again")
+    finally:
+        engine.kill()
+        engine.wait()
 
 
 def test_an_instance_that_dies_is_not_ready(gateway: Gateway, root: Path) -> None:
