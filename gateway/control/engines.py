@@ -17,13 +17,11 @@ from typing import Any, NamedTuple, TypeAlias
 import httpx
 
 from weightcast.gateway.addresses import check_url, key_header, trusted
-from weightcast.gateway.records import EngineSpec
+from weightcast.gateway.records import EngineSpec, utc
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["Absence", "EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]
-
-log = logging.getLogger("weightcast.gateway")
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -194,7 +192,7 @@ class SGLangDriver(EngineDriver):
     def _missed(self, cause: str, *, refused: bool) -> None:
         """Notes that the engine was not reached."""
         if self.absence is None:
-            moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            moment = utc(time.time())
             why = f"its engine {self._spec.url} was not reached since {moment}: {cause}; is the server up?"
             log.warning("instance %s: %s", self._instance, why, extra={"instance": self._instance})
             self.absence = Absence(time.monotonic(), why, refused)

@@ -205,8 +205,8 @@ class Instance(Party):
             return absence.why
         rank = min(self.silent, key=lambda rank: self.heard[rank])
         process = f" ({_process_name(self.identities[rank])})" if self.identities.get(rank) else ""
-        moment = time.gmtime(time.time() - time.monotonic() + self.heard[rank])
-        return f"rank {rank}{process} was not heard from since {time.strftime('%Y-%m-%d %H:%M:%S UTC', moment)}"
+        moment = time.time() - time.monotonic() + self.heard[rank]
+        return f"rank {rank}{process} was not heard from since {utc(moment)}"
 
     def excuse(self, seconds: float) -> None:
         """Takes `seconds` as not having passed, in which no engine could be asked either."""
@@ -418,7 +418,7 @@ class Instance(Party):
         The last process to say that it is the rank displaces the one before for good. The text is empty for the process
         that was known, or the first.
         """
-        self._since.setdefault(identity, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+        self._since.setdefault(identity, utc(time.time()))
         holder = self.identities.setdefault(rank, identity)
         if holder == identity:
             return ""
