@@ -207,6 +207,12 @@ class Pair(Party):
         self._stop_steps(error)
         self.notify()
 
+    def reopen(self) -> None:
+        """Lets work begin again, because the pair is not forgotten after all."""
+        self.closed = None
+        if not self.offers:  # else the update that ends takes it along
+            self.conflict = None
+
     def check_open(self) -> None:
         """Raises the reason why nothing begins any more, if the pair is closed."""
         if self.closed is not None:
