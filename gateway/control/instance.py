@@ -234,7 +234,7 @@ class Instance(Party):
         """The reason why the instance must get no requests now; empty while it serves and does not leave."""
         record = self.record
         if not self.present:
-            return "it has left, or leaves"
+            return self.evicted or "it has left, or leaves"
         if self.silent:
             return self.silence()
         if record.serves:

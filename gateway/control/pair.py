@@ -402,7 +402,7 @@ class Pair(Party):
 
     def _check_stamps(self) -> None:
         """Raises VersionError naming the instances whose consumers cannot tell versions of two lineages apart."""
-        names = [instance.name for instance in self.present if instance.spec.stamps == "integer"]
+        names = [i.name for i in self.instances.values() if i.belongs and i.spec.stamps == "integer"]
         if names:
             raise VersionError(
                 f"pair {self.spec.name}: restart=True begins a lineage with stamps such as '81@2', and instances "
@@ -526,13 +526,14 @@ class Pair(Party):
         instance = self.instance(name)
         if instance.belongs:
             earlier = instance.leaving, instance.evicted
-            instance.leaving, instance.evicted = instance.leaving or instance.present, evicted
+            leaves = instance.leaving or instance.present
+            instance.leaving, instance.evicted = leaves, evicted
             try:
                 await instance.save()
             except ControlError:
                 instance.leaving, instance.evicted = earlier
                 raise
-            if instance.leaving:
+            if leaves:  # it may have left already, while that was written
                 instance.stop(ControlError(f"instance {name} left pair {self.spec.name}{evicted and f': {evicted}'}"))
             else:
                 instance.on(Event.LEAVE, reason="it was taken out after it had been evicted")
@@ -569,14 +570,13 @@ class Pair(Party):
         pair = cls(spec, store, updated, store.load_processes(spec.name))
         for state in saved:
             check_name(state.name)
-            phase, reason = Phase.LEFT if state.left else Phase.FAILED, state.evicted or RESTARTED
+            phase, reason = (Phase.LEFT, state.evicted) if state.left else (Phase.FAILED, RESTARTED)
             record = InstanceRecord(state.name, phase, state.epoch, state.version, fenced=state.fenced, reason=reason)
             instance = pair.instances[state.name] = Instance(pair.spec, state.name, state.spec, record, store)
             instance.identities, instance.displaced = dict(state.identities), dict(state.displaced)
             instance.paused, instance.evicted = state.paused, state.evicted
             if not state.left and state.spec.kind == "worker":  # who has died while the gateway was gone is missed too
-                for rank in state.identities:
-                    instance.hear(rank, time.monotonic())
+                instance.heard = dict.fromkeys(state.identities, time.monotonic())
         return pair
 
     def under_way(self) -> list[tuple[str, Wait]]:

@@ -524,7 +524,9 @@ def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
         await play.restart()
         assert (play.state(A), play.state(B)) == ((Phase.FAILED, 5, False), (Phase.FAILED, 4, True))
         assert not play.pair.instance(A).serves, "until it has connected, nobody can know"
-        assert "the gateway was restarted" in play.pair.status()["instances"][A]["reason"]
+        status = play.pair.status()["instances"][A]
+        assert "the gateway was restarted" in status["reason"]
+        assert status["heard"] is None, "what it said to the life before is not known"
         await play.connect()
         assert play.pair.instance(A).serves
         assert play.pair.instance(A).record.epoch > 1, "no epoch is counted twice"
