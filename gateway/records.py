@@ -112,6 +112,11 @@ class EngineSpec(Record):
     api_key_variable: KeyVariable = ""
     admin_api_key_variable: KeyVariable = ""
 
+    @property
+    def shown_url(self) -> str:
+        """The url for messages."""
+        return _without_secrets(self.url)
+
     def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
         """Those of `values` that the engine does not take."""
         if self.non_finite == "report":
@@ -220,13 +225,16 @@ _ABSENT = object()
 
 
 def _shown(value: Any) -> str:
-    """A value in words. Of a URL it leaves out the user, the password and the query."""
+    """A value in words, without the secrets of a URL."""
     if value is _ABSENT or isinstance(value, dict):
         return "absent" if value is _ABSENT else "there"
-    if not isinstance(value, str) or "://" not in value:
-        return repr(value)
-    parts = urlsplit(value)
-    return repr(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
+    return repr(_without_secrets(value) if isinstance(value, str) and "://" in value else value)
+
+
+def _without_secrets(url: str) -> str:
+    """A URL without user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 class Action(StrEnum):

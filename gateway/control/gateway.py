@@ -212,7 +212,7 @@ class Gateway:
         for pair in self.pairs.values():
             others = (i for i in pair.instances.values() if i.belongs and i is not namesake)
             if pair is not but and engine.url and engine.url in [i.spec.url for i in others]:
-                raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
+                raise ControlError(f"instance {name}: {engine.shown_url} belongs to pair {pair.spec.name} already")
 
     async def _listen(self) -> None:
         """Wakes the waits for ranks that are no longer heard from, and says in the log who is missing in waits."""

@@ -344,7 +344,7 @@ class Instance(Party):
 
         Raises DeadlineError with the text of `missing()` when the time for the update is over.
         """
-        url = self.spec.url
+        url = self.spec.shown_url
         with self.waiting(self.left(self.settings.engine), missing, lambda: f"it was asked at {url}" if url else ""):
             await self._in_time(step, missing)
 
@@ -407,7 +407,7 @@ class Instance(Party):
         """What is known of the ranks that have not registered for the present epoch, and what to do about them."""
         ranks = [rank for rank in range(self.world) if rank not in self.reports]
         if self.spec.kind != "worker":
-            remedy = f"the engine was asked at {self.spec.url}; its log says what keeps it"
+            remedy = f"the engine was asked at {self.spec.shown_url}; its log says what keeps it"
         else:
             remedy = "start the engine, whose ranks call InstanceWorker.serve between two batches"
         return f"{self.accounts(ranks)}; {remedy}"

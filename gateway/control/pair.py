@@ -501,7 +501,9 @@ class Pair(Party):
         if namesake is not None and namesake.leaving:
             raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
         if spec.url and spec.url in [i.spec.url for i in self.instances.values() if i.belongs and i is not namesake]:
-            raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
+            raise InputError(
+                f"pair {self.spec.name}: {spec.shown_url} is an instance already; each engine is one instance"
+            )
         if spec.stamps == "integer" and self.lineage > 1:
             raise VersionError(
                 f"instance {name} takes integer stamps alone, and pair {self.spec.name} is in lineage {self.lineage}, "
