@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weightcast.gateway.records import utc
+from weightcast.transfer.deadline import utc
 from weightcast.transfer.errors import DisplacedError, InputError, PairStateError, UnregisteredError
 
 __all__ = ["HEADER", "KEPT", "Admission", "Incarnation", "Incarnations", "Standing", "TrainerProcess", "process_of"]

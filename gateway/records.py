@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -38,7 +37,6 @@ __all__ = [
     "UpdateRecord",
     "WaitRecord",
     "differences",
-    "utc",
     "wait_lines",
 ]
 
@@ -353,8 +351,3 @@ def wait_lines(waits: Sequence[WaitRecord]) -> list[str]:
     lines = [str(wait) for wait in waits[:_SHOWN_WAITS]]
     hidden = len(waits) - _SHOWN_WAITS
     return [*lines, f"and {hidden} waits more; weightcast status has all"] if hidden > 0 else lines
-
-
-def utc(moment: float) -> str:
-    """A time in seconds since 1970 as UTC: "2026-12-01T12:03:11Z"."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import httpx
 
 from weightcast.gateway.addresses import check_url, key_header, trusted
-from weightcast.gateway.records import EngineSpec, utc
+from weightcast.gateway.records import EngineSpec
 from weightcast.gateway.versions import Version
+from weightcast.transfer.deadline import utc
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["Absence", "EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]

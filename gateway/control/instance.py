@@ -23,9 +23,9 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
-from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord, utc
+from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
 from weightcast.gateway.versions import Version
-from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.deadline import Deadline, utc
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,

@@ -24,9 +24,9 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Party, Wait
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
-from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord, utc
+from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord
 from weightcast.gateway.versions import MOST_LINEAGES, Version
-from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.deadline import Deadline, utc
 from weightcast.transfer.errors import (
     AbsentError,
     ControlError,
