@@ -331,11 +331,16 @@ class _Update:
         await instance.in_update(self._answered(step), lambda: f"the engine of instance {instance.name} did not {what}")
 
     async def _answered(self, step: Coroutine[Any, Any, None]) -> None:
-        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still."""
-        instance, call = self._instance, watched(self._instance, step)
+        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still.
+
+        In a pair that is closed the step has little time, and then raises the reason for that.
+        """
+        pair, instance, call = self._pair, self._instance, watched(self._instance, step)
         try:
-            await instance.poll(lambda: call.done() or bool(instance.silent), math.inf)
+            await instance.poll(lambda: call.done() or bool(instance.silent) or pair.closed is not None, math.inf)
+            await instance.poll(lambda: call.done() or bool(instance.silent), instance.settings.clean_up)
             if not call.done():
+                pair.check_open()
                 raise DeadlineError(f"pair {instance.pair}: {instance.silence()}")
             await call
         finally:
