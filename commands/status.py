@@ -69,7 +69,7 @@ def _watch(client: GatewayClient, seconds: float, as_json: bool, show_all: bool)
     """Shows the pairs anew until Ctrl-C. While the gateway is gone they stay as they were, with the time and reason."""
     from rich.live import Live
 
-    from weightcast.gateway.records import utc
+    from weightcast.transfer.deadline import utc
 
     with suppress(KeyboardInterrupt):
         pairs, trouble = client.status(), ""  # a wrong address or token ends the command here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -38,7 +37,6 @@ __all__ = [
     "UpdateRecord",
     "WaitRecord",
     "differences",
-    "utc",
     "wait_lines",
 ]
 
@@ -111,6 +109,11 @@ class EngineSpec(Record):
     stamps: Stamps = "text"
     api_key_variable: KeyVariable = ""
     admin_api_key_variable: KeyVariable = ""
+
+    @property
+    def shown_url(self) -> str:
+        """The url for messages."""
+        return _without_secrets(self.url)
 
     def refused(self, values: Iterable[NonFinite]) -> list[NonFinite]:
         """Those of `values` that the engine does not take."""
@@ -220,13 +223,16 @@ _ABSENT = object()
 
 
 def _shown(value: Any) -> str:
-    """A value in words. Of a URL it leaves out the user, the password and the query."""
+    """A value in words, without the secrets of a URL."""
     if value is _ABSENT or isinstance(value, dict):
         return "absent" if value is _ABSENT else "there"
-    if not isinstance(value, str) or "://" not in value:
-        return repr(value)
-    parts = urlsplit(value)
-    return repr(urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")))
+    return repr(_without_secrets(value) if isinstance(value, str) and "://" in value else value)
+
+
+def _without_secrets(url: str) -> str:
+    """A URL without user, password and query."""
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 class Action(StrEnum):
@@ -345,8 +351,3 @@ def wait_lines(waits: Sequence[WaitRecord]) -> list[str]:
     lines = [str(wait) for wait in waits[:_SHOWN_WAITS]]
     hidden = len(waits) - _SHOWN_WAITS
     return [*lines, f"and {hidden} waits more; weightcast status has all"] if hidden > 0 else lines
-
-
-def utc(moment: float) -> str:
-    """A time in seconds since 1970 as UTC: "2026-12-01T12:03:11Z"."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))

@@ -25,12 +25,14 @@ from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import Hosts
 
-__all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
+__all__ = ["connect", "connect_instances", "glance", "merge_trainer_reports", "watched"]
 
 log = logging.getLogger("weightcast.gateway")
 
 _SHOWN_MEMBERS = 8
 """Number of missing members of a communicator that a message names."""
+_GLANCE = 1.0
+"""Seconds to see if an engine is there again whose host refused connections."""
 
 
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
@@ -46,6 +48,7 @@ async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: 
     try:
         try:
             await merge_trainer_reports(pair)
+            await glance(instances)
             pair.check_open()
             if generation != pair.generation:  # what told the instances so is forgotten by a connect
                 raise PairStateError(f"pair {pair.spec.name}: the trainer started anew before its instances connected")
@@ -58,6 +61,13 @@ async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: 
             await connect_instances(pair, instances, gateway_host, gateway_port, lambda i: pair.release(step, [i]))
     finally:
         pair.release(step, instances)
+
+
+async def glance(instances: Sequence[Instance]) -> None:
+    """Asks engines whose hosts refused connections once more if they are there, which costs nothing."""
+    await asyncio.gather(
+        *(i.driver.probe(_GLANCE) for i in instances if i.driver.absence is not None and i.driver.absence.refused)
+    )
 
 
 async def connect_instances(

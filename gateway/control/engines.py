@@ -19,11 +19,10 @@ import httpx
 from weightcast.gateway.addresses import check_url, key_header, trusted
 from weightcast.gateway.records import EngineSpec
 from weightcast.gateway.versions import Version
+from weightcast.transfer.deadline import utc
 from weightcast.transfer.errors import EngineError, InputError
 
 __all__ = ["Absence", "EngineDriver", "EngineSpec", "SGLangDriver", "make_driver", "one_line"]
-
-log = logging.getLogger("weightcast.gateway")
 
 log = logging.getLogger("weightcast.gateway")
 
@@ -182,9 +181,9 @@ class SGLangDriver(EngineDriver):
             if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 self._missed(cause, refused=isinstance(error, httpx.ConnectError))
             raise EngineError(
-                f"instance {self._instance}: {method} {self._spec.url}{path} failed: {cause}; is the server up?"
+                f"instance {self._instance}: {method} {self._spec.shown_url}{path} failed: {cause}; is the server up?"
             ) from None
-        self.absence = None
+        self._reached()
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             fault = f"does not take the key of variable {variable}" if variable else f"wants a key: set {key_field}"
             answer = f"{path} answered {response.status_code}"
@@ -194,28 +193,34 @@ class SGLangDriver(EngineDriver):
     def _missed(self, cause: str, *, refused: bool) -> None:
         """Notes that the engine was not reached."""
         if self.absence is None:
-            moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-            why = f"its engine {self._spec.url} was not reached since {moment}: {cause}; is the server up?"
+            moment = utc(time.time())
+            why = f"its engine {self._spec.shown_url} was not reached since {moment}: {cause}; is the server up?"
             log.warning("instance %s: %s", self._instance, why, extra={"instance": self._instance})
             self.absence = Absence(time.monotonic(), why, refused)
         self.absence.refused = refused
 
+    def _reached(self) -> None:
+        """Notes that the engine has answered."""
+        if self.absence is not None:
+            url, labels = self._spec.shown_url, {"instance": self._instance}
+            log.warning("instance %s: its engine %s answers again", self._instance, url, extra=labels)
+            self.absence = None
+
     async def probe(self, seconds: float = _PROBE) -> bool:
         limits = httpx.Timeout(seconds, connect=min(seconds, _CONNECT))
         try:
-            await self._client.get("/server_info", timeout=limits)  # whatever it answers, it is there
+            # Whatever it answers, it is there. So it is asked without a key, and without the user of its url.
+            await self._client.get("/server_info", timeout=limits, auth=httpx.Auth())
         except httpx.HTTPError as error:
             cause = one_line(f"{type(error).__name__} {error}")
             self._missed(cause, refused=isinstance(error, httpx.ConnectError))
             return False
-        if self.absence is not None:
-            log.warning("instance %s: its engine %s answers again", self._instance, self._spec.url)
-            self.absence = None
+        self._reached()
         return True
 
     async def _check_server(self) -> None:
         """Asks the server what it is, which changes nothing about it. Raises EngineError unless it can be updated."""
-        who = f"instance {self._instance}: the server at {self._spec.url}"
+        who = f"instance {self._instance}: the server at {self._spec.shown_url}"
         response = await self._request("GET", "/server_info", "api_key_variable")
         try:
             info = _ServerInfo.of(response.json())

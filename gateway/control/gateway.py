@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from weightcast.gateway.control import connect, update
@@ -90,22 +91,27 @@ class Gateway:
             if namesake is not None and not replace:
                 namesake.check_open()
                 return _same(namesake, spec)
-            if namesake is not None:
-                self._check_idle(namesake)
-            elif len(self.pairs) >= MAX_PAIRS:
-                raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
-            for name, engine in spec.instances.items():
-                self._check_free(name, engine, but=namesake)
-            standings = self._processes.get(spec.name, ()) if namesake is None else namesake.incarnations.standings()
-            processes = [standing for standing in standings if standing.process.rank < spec.trainer_world]
-            pair = Pair(spec, self.store, self.metrics.updated, processes)
-            saved = [instance.saved() for instance in pair.instances.values()]
-            await self.store.save_pair(pair.spec, saved, processes)
-            if namesake is not None:
+            if namesake is None:
+                pair = await self._create(spec, self._processes.get(spec.name, ()))
+            else:
+                with self._closed(namesake):
+                    pair = await self._create(spec, namesake.incarnations.standings(), namesake)
                 self._part_with(namesake)
             self.pairs[spec.name] = pair
         if namesake is not None:
             await _close_drivers(namesake)
+        return pair
+
+    async def _create(self, spec: PairSpec, standings: Iterable[Standing], namesake: Pair | None = None) -> Pair:
+        """A new pair that is in the state file, in place of a namesake. `standings` are of the trainers before it."""
+        if namesake is None and len(self.pairs) >= MAX_PAIRS:
+            raise ControlError(f"there are {len(self.pairs)} pairs already; delete one first")
+        for name, engine in spec.instances.items():
+            self._check_free(name, engine, but=namesake)
+        processes = [standing for standing in standings if standing.process.rank < spec.trainer_world]
+        pair = Pair(spec, self.store, self.metrics.updated, processes)
+        saved = [instance.saved() for instance in pair.instances.values()]
+        await self.store.save_pair(pair.spec, saved, processes)
         return pair
 
     async def end(self, name: str, reason: str, wait: float) -> bool:
@@ -123,8 +129,8 @@ class Gateway:
         """Forgets a pair; engines are left as they are. Raises ControlError while it connects or updates."""
         async with self._changing:
             pair = self.pair(name)
-            self._check_idle(pair)
-            await self.store.forget(name)
+            with self._closed(pair):
+                await self.store.forget(name)
             del self.pairs[name]
             self._processes[name] = pair.incarnations.standings()
             for oldest in tuple(self._processes)[:-MAX_PAIRS]:
@@ -132,14 +138,24 @@ class Gateway:
             self._part_with(pair)
         await _close_drivers(pair)
 
-    def _check_idle(self, pair: Pair) -> None:
-        """Raises ControlError while a pair connects or updates."""
+    @contextmanager
+    def _closed(self, pair: Pair) -> Iterator[None]:
+        """A context in which a pair is forgotten, and nothing begins there. After an error the pair goes on.
+
+        Raises ControlError while the pair connects or updates.
+        """
         name = pair.spec.name
         if not pair.idle or (pair.closed is None and self._is_connecting(name)):
             raise ControlError(
                 f"pair {name} is being {'updated' if pair.offers else 'connected'}; delete it afterwards, or end that "
                 f"with 'weightcast delete {name} --force'"
             )
+        pair.close(ControlError(f"pair {name} is being deleted or replaced; try again when that is over"))
+        try:
+            yield
+        except BaseException:
+            pair.reopen()
+            raise
 
     def _part_with(self, pair: Pair) -> None:
         """Ends all waits on a pair that is forgotten, and all that it would still write."""
@@ -196,7 +212,7 @@ class Gateway:
         for pair in self.pairs.values():
             others = (i for i in pair.instances.values() if i.belongs and i is not namesake)
             if pair is not but and engine.url and engine.url in [i.spec.url for i in others]:
-                raise ControlError(f"instance {name}: {engine.url} belongs to pair {pair.spec.name} already")
+                raise ControlError(f"instance {name}: {engine.shown_url} belongs to pair {pair.spec.name} already")
 
     async def _listen(self) -> None:
         """Wakes the waits for ranks that are no longer heard from, and says in the log who is missing in waits."""

@@ -23,9 +23,9 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
-from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord, utc
+from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
 from weightcast.gateway.versions import Version
-from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.deadline import Deadline, utc
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -207,8 +207,8 @@ class Instance(Party):
             return absence.why
         rank = min(self.silent, key=lambda rank: self.heard[rank])
         process = f" ({_process_name(self.identities[rank])})" if self.identities.get(rank) else ""
-        moment = time.gmtime(time.time() - time.monotonic() + self.heard[rank])
-        return f"rank {rank}{process} was not heard from since {time.strftime('%Y-%m-%d %H:%M:%S UTC', moment)}"
+        moment = time.time() - time.monotonic() + self.heard[rank]
+        return f"rank {rank}{process} was not heard from since {utc(moment)}"
 
     def excuse(self, seconds: float) -> None:
         """Takes `seconds` as not having passed, in which no engine could be asked either."""
@@ -246,7 +246,7 @@ class Instance(Party):
         """The reason why the instance must get no requests now; empty while it serves and does not leave."""
         record = self.record
         if not self.present:
-            return "it has left, or leaves"
+            return self.evicted or "it has left, or leaves"
         if self.silent:
             return self.silence()
         if self.serves:
@@ -356,7 +356,7 @@ class Instance(Party):
 
         Raises DeadlineError with the text of `missing()` when the time for the update is over.
         """
-        url = self.spec.url
+        url = self.spec.shown_url
         with self.waiting(self.left(self.settings.engine), missing, lambda: f"it was asked at {url}" if url else ""):
             await self._in_time(step, missing)
 
@@ -419,7 +419,7 @@ class Instance(Party):
         """What is known of the ranks that have not registered for the present epoch, and what to do about them."""
         ranks = [rank for rank in range(self.world) if rank not in self.reports]
         if self.spec.kind != "worker":
-            remedy = f"the engine was asked at {self.spec.url}; its log says what keeps it"
+            remedy = f"the engine was asked at {self.spec.shown_url}; its log says what keeps it"
         else:
             remedy = "start the engine, whose ranks call InstanceWorker.serve between two batches"
         return f"{self.accounts(ranks)}; {remedy}"
@@ -430,7 +430,7 @@ class Instance(Party):
         The last process to say that it is the rank displaces the one before for good. The text is empty for the process
         that was known, or the first.
         """
-        self._since.setdefault(identity, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+        self._since.setdefault(identity, utc(time.time()))
         holder = self.identities.setdefault(rank, identity)
         if holder == identity:
             return ""

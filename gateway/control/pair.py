@@ -24,9 +24,9 @@ from weightcast.gateway.control.store import SavedInstance, Store
 from weightcast.gateway.control.waiting import Party, Wait
 from weightcast.gateway.incarnations import Admission, Incarnation, Incarnations, Standing, TrainerProcess, process_of
 from weightcast.gateway.layouts.merge import TrainerLayout
-from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord, utc
+from weightcast.gateway.records import MAX_INSTANCES, Action, EngineSpec, Order, PairSpec, UpdateRecord
 from weightcast.gateway.versions import MOST_LINEAGES, Version
-from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.deadline import Deadline, utc
 from weightcast.transfer.errors import (
     AbsentError,
     ControlError,
@@ -206,6 +206,12 @@ class Pair(Party):
         self.conflict = self.conflict or error
         self._stop_steps(error)
         self.notify()
+
+    def reopen(self) -> None:
+        """Lets work begin again, because the pair is not forgotten after all."""
+        self.closed = None
+        if not self.offers:  # else the update that ends takes it along
+            self.conflict = None
 
     def check_open(self) -> None:
         """Raises the reason why nothing begins any more, if the pair is closed."""
@@ -396,7 +402,7 @@ class Pair(Party):
 
     def _check_stamps(self) -> None:
         """Raises VersionError naming the instances whose consumers cannot tell versions of two lineages apart."""
-        names = [instance.name for instance in self.present if instance.spec.stamps == "integer"]
+        names = [i.name for i in self.instances.values() if i.belongs and i.spec.stamps == "integer"]
         if names:
             raise VersionError(
                 f"pair {self.spec.name}: restart=True begins a lineage with stamps such as '81@2', and instances "
@@ -495,7 +501,9 @@ class Pair(Party):
         if namesake is not None and namesake.leaving:
             raise ControlError(f"instance {name} of pair {self.spec.name} is still leaving; try again after the update")
         if spec.url and spec.url in [i.spec.url for i in self.instances.values() if i.belongs and i is not namesake]:
-            raise InputError(f"pair {self.spec.name}: {spec.url} is an instance already; each engine is one instance")
+            raise InputError(
+                f"pair {self.spec.name}: {spec.shown_url} is an instance already; each engine is one instance"
+            )
         if spec.stamps == "integer" and self.lineage > 1:
             raise VersionError(
                 f"instance {name} takes integer stamps alone, and pair {self.spec.name} is in lineage {self.lineage}, "
@@ -520,13 +528,14 @@ class Pair(Party):
         instance = self.instance(name)
         if instance.belongs:
             earlier = instance.leaving, instance.evicted
-            instance.leaving, instance.evicted = instance.leaving or instance.present, evicted
+            leaves = instance.leaving or instance.present
+            instance.leaving, instance.evicted = leaves, evicted
             try:
                 await instance.save()
             except ControlError:
                 instance.leaving, instance.evicted = earlier
                 raise
-            if instance.leaving:
+            if leaves:  # it may have left already, while that was written
                 instance.stop(ControlError(f"instance {name} left pair {self.spec.name}{evicted and f': {evicted}'}"))
             else:
                 instance.on(Event.LEAVE, reason="it was taken out after it had been evicted")
@@ -563,14 +572,13 @@ class Pair(Party):
         pair = cls(spec, store, updated, store.load_processes(spec.name))
         for state in saved:
             check_name(state.name)
-            phase, reason = Phase.LEFT if state.left else Phase.FAILED, state.evicted or RESTARTED
+            phase, reason = (Phase.LEFT, state.evicted) if state.left else (Phase.FAILED, RESTARTED)
             record = InstanceRecord(state.name, phase, state.epoch, state.version, fenced=state.fenced, reason=reason)
             instance = pair.instances[state.name] = Instance(pair.spec, state.name, state.spec, record, store)
             instance.identities, instance.displaced = dict(state.identities), dict(state.displaced)
             instance.paused, instance.evicted = state.paused, state.evicted
             if not state.left and state.spec.kind == "worker":  # who has died while the gateway was gone is missed too
-                for rank in state.identities:
-                    instance.hear(rank, time.monotonic())
+                instance.heard = dict.fromkeys(state.identities, time.monotonic())
         return pair
 
     def under_way(self) -> list[tuple[str, Wait]]:

@@ -23,7 +23,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from weightcast.gateway.control.barrier import Agreement
-from weightcast.gateway.control.connect import connect_instances, merge_trainer_reports, watched
+from weightcast.gateway.control.connect import connect_instances, glance, merge_trainer_reports, watched
 from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase, advance
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
@@ -52,8 +52,6 @@ _SHOWN = 4
 """Number of tensors that a message names."""
 _NAMED_TENSORS = 20
 """Number of tensors with values that are not finite that a record names."""
-_GLANCE = 1.0
-"""Seconds to see if an engine is there again whose host refused connections."""
 _HEARING = 0.3
 """Seconds that other ranks have to tell what they saw, after one has told its failure."""
 
@@ -71,7 +69,7 @@ async def update(pair: Pair, version: Version, host: str, port: int) -> None:
         await pair.offered(version, deadline)
         await merge_trainer_reports(pair, deadline)
     except WeightcastError as error:
-        records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present}
+        records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present or pair.evicted}
     else:
         members = await pair.begin(version)
         groups, refusals = await _grouped(pair, members)
@@ -90,11 +88,9 @@ async def _grouped(
 ) -> tuple[list[list[Instance]], dict[Instance, WeightcastError]]:
     """The instances that go through the update, in groups that commit together, and why the others do not.
 
-    Nobody waits for an instance that is dead when the update begins. One whose host refuses connections is asked once
-    more, because that costs nothing.
+    Nobody waits for an instance that is dead when the update begins.
     """
-    probes = (i.driver.probe(_GLANCE) for i in members if i.driver.absence is not None and i.driver.absence.refused)
-    await asyncio.gather(*probes)
+    await glance(members)
     deaths = {i: death for i in members if (death := i.death) is not None}
     alive = [instance for instance in members if instance not in deaths]
     if pair.spec.commit == "each":
@@ -335,11 +331,16 @@ class _Update:
         await instance.in_update(self._answered(step), lambda: f"the engine of instance {instance.name} did not {what}")
 
     async def _answered(self, step: Coroutine[Any, Any, None]) -> None:
-        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still."""
-        instance, call = self._instance, watched(self._instance, step)
+        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still.
+
+        In a pair that is closed the step has little time, and then raises the reason for that.
+        """
+        pair, instance, call = self._pair, self._instance, watched(self._instance, step)
         try:
-            await instance.poll(lambda: call.done() or bool(instance.silent), math.inf)
+            await instance.poll(lambda: call.done() or bool(instance.silent) or pair.closed is not None, math.inf)
+            await instance.poll(lambda: call.done() or bool(instance.silent), instance.settings.clean_up)
             if not call.done():
+                pair.check_open()
                 raise DeadlineError(f"pair {instance.pair}: {instance.silence()}")
             await call
         finally:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from weightcast.gateway.records import Order, WaitRecord, utc
+from weightcast.gateway.records import Order, WaitRecord
 from weightcast.gateway.reminder import SAY_SECONDS
+from weightcast.transfer.deadline import utc
 from weightcast.transfer.errors import DeadlineError
 from weightcast.transfer.layout.summaries import number_ranges
 

@@ -80,7 +80,7 @@ async def settings(call: Call) -> Answer:
     return asdict(call.pair.spec.settings)
 
 
-@ROUTES.add("GET", "/pairs/{name}/catalog", Access.WORKER, query=[WAIT], kinds=[MSGPACK])
+@ROUTES.add("GET", "/pairs/{name}/catalog", Access.WORKER, Speaker.INSTANCE, [WAIT], kinds=[MSGPACK])
 async def catalog(call: Call) -> Answer:
     """Names, shapes and dtypes of the trainer's tensors, once all of its ranks have registered."""
     pair = call.pair

@@ -14,7 +14,8 @@ from engine_support import first
 from spawn_support import free_port
 
 from weightcast.gateway.control.engines import EngineDriver, SGLangDriver, make_driver
-from weightcast.gateway.records import EngineSpec, PauseMode
+from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.records import EngineSpec, PairSpec, PauseMode
 from weightcast.transfer.errors import EngineError, InputError
 
 GROUP = "weightcast/main/rollout-0/1"
@@ -374,6 +375,27 @@ def test_a_server_that_is_not_there(error: httpx.HTTPError) -> None:
     name = type(error).__name__
     assert message.startswith(f"instance rollout-0: POST http://engine:30000/pause_generation failed: {name}")
     assert message.endswith("; is the server up?")
+
+
+def test_a_password_in_a_url_is_not_shown_and_no_probe_carries_a_secret(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_ENGINE_KEY", "hush")
+    server = Server({"/pause_generation": httpx.ConnectError("refused")})
+    fields = {"url": "http://me:secret@engine:30000", "api_key_variable": "WEIGHTCAST_ENGINE_KEY"}
+    driver = driver_of(server, **fields)
+    caplog.set_level("WARNING", "weightcast.gateway")
+    text = refusal(driver, "pause")
+    assert text.startswith("instance rollout-0: POST http://engine:30000/pause_generation failed: ConnectError")
+    assert driver.absence is not None
+    assert driver.absence.why.startswith("its engine http://engine:30000 was not reached since 2")
+    server.calls.clear()
+    assert asyncio.run(driver.probe())
+    assert server.keys[INFO] is None
+    assert "its engine http://engine:30000 answers again" in caplog.text
+    assert "secret" not in caplog.text
+    instance = Instance(PairSpec("main", trainer_world=1, instances={}), "rollout-0", driver._spec)
+    assert instance.unregistered().endswith("the engine was asked at http://engine:30000; its log says what keeps it")
 
 
 def test_a_port_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:

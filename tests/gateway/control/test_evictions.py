@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_support import A, B, Play, connected
+from engine_support import A, B, Play, connected, first
 
 from weightcast.gateway.control import gateway as pool
+from weightcast.gateway.control import update as transaction
 from weightcast.gateway.control.gateway import Gateway
-from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.control.store import SavedInstance, Store
-from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.records import Action, EngineSpec, PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.errors import ControlError, InputError, VersionError
 
 QUICK = {"heartbeat": 0.1, "silence": 0.4, "evict_after": 1.0}
 URL = "http://127.0.0.1:9"
@@ -166,7 +168,10 @@ def test_the_state_file_tells_who_was_evicted_from_who_was_taken_out(tmp_path: P
             B: (Phase.LEFT, ""),
             "c": (Phase.LEFT, "evicted: it was not reached"),
         }
-        assert pair.status()["instances"][A]["reason"] == "evicted: rank 0 was not heard from"
+        reasons = {name: record["reason"] for name, record in pair.status()["instances"].items()}
+        assert reasons == {A: "evicted: rank 0 was not heard from", B: "", "c": "evicted: it was not reached"}
+        assert pair.instance(A).unready == "evicted: rank 0 was not heard from"
+        assert pair.instance(B).unready == "it has left, or leaves"
         with pytest.raises(ControlError, match=f"{URL} belongs to pair main already"):
             await gateway.join("main", "d", EngineSpec(world_size=1, url=URL))  # it may come back at any time
         with pytest.raises(InputError, match=f"{URL} is an instance already"):
@@ -183,6 +188,59 @@ def test_the_state_file_tells_who_was_evicted_from_who_was_taken_out(tmp_path: P
             "c": (False, "", True),
         }
         store.close()
+
+    asyncio.run(run())
+
+
+def test_an_update_that_is_refused_says_so_to_a_trainer_whose_instances_are_all_evicted() -> None:
+    """With no record at all it would be taken for one that all have."""
+
+    async def run() -> None:
+        play = await connected(A)
+        await play.pair.leave(A, "evicted: rank 0 was not heard from")
+        await play.pair.offer(0, 2)
+        with pytest.raises(VersionError, match="trainer rank 1 offers 3, other ranks offer 2"):
+            await play.pair.offer(1, 3)
+        await transaction.update(play.pair, first(2), "127.0.0.1", 1)
+        record = play.pair.results[first(2)][A]
+        assert (record.committed, record.reason) == (False, "pair main: trainer rank 1 offers 3, other ranks offer 2")
+        assert play.pair.instance(A).orders.since(0)[-1].action == "left", "its last order"
+
+    asyncio.run(run())
+
+
+def test_a_restart_waits_for_no_surprise_by_an_instance_that_comes_back() -> None:
+    """One that takes integer stamps alone would refuse every version of the lineage once it lives again."""
+
+    async def run() -> None:
+        play = await connected(A, B, version=100)
+        instance = play.pair.instance(B)
+        instance.spec = replace(instance.spec, stamps="integer")
+        await play.pair.leave(B, "evicted: rank 0 was not heard from")
+        with pytest.raises(VersionError, match=f"instances {B} take integer stamps alone"):
+            await play.pair.offer(0, 81, restart=True)
+        await play.pair.leave(B)
+        assert (await play.update(81, restart=True)).committed
+
+    asyncio.run(run())
+
+
+def test_one_that_is_released_while_its_end_is_written_has_left_for_its_own_reason() -> None:
+    async def run() -> None:
+        play = await connected(A)
+        instance, step = play.pair.instance(A), Step(play.pair.generation)
+        assert await play.pair.hold(step) == [instance]
+        save = play.pair.store.save
+
+        async def meanwhile(*instances: SavedInstance) -> None:
+            play.pair.release(step, [instance])
+            await save(*instances)
+
+        play.pair.store.save = meanwhile  # type: ignore[method-assign]
+        await play.pair.leave(A)
+        assert play.state(A)[0] is Phase.LEFT
+        assert instance.record.reason == ""
+        assert [order.action for order in instance.orders.since(0)].count(Action.LEFT) == 1
 
     asyncio.run(run())
 

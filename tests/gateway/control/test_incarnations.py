@@ -98,8 +98,8 @@ def test_the_process_that_registers_last_is_believed_and_the_one_before_never_ag
     both(play, "CD")
     assert (play.believed(), play.known.generation) == ({"C", "D"}, 2)
     assert play.refused("A") == (
-        "DisplacedError: pair main: trainer rank 0, process 65 on h (registered 1970-01-01 00:00:00 UTC), was replaced "
-        "by trainer rank 0, process 67 on h (registered 1970-01-01 00:00:00 UTC), and is believed no more; end it, or "
+        "DisplacedError: pair main: trainer rank 0, process 65 on h (registered 1970-01-01T00:00:00Z), was replaced "
+        "by trainer rank 0, process 67 on h (registered 1970-01-01T00:00:00Z), and is believed no more; end it, or "
         "if it is the one that shall go on, connect it with TrainerWorker(..., takeover=True)"
     )
     for name, rank in (("A", 0), ("B", 1)):
@@ -472,7 +472,7 @@ def test_every_trainer_route(method: str, route: str) -> None:
         assert (status, error) == (400, "InputError"), (said, message)
     status, error, message = asking.ask(method, route, zombie)
     assert (status, error) == (409, "DisplacedError"), message
-    process = r"trainer rank 0, process 1 on .* \(registered .* UTC\)"
+    process = r"trainer rank 0, process 1 on .* \(registered .*Z\)"
     assert re.match(rf"pair main: {process}, was replaced by {process}, .*takeover=True\)$", message)
     status, error, message = asking.ask(method, route, old)
     assert (status, error) == (409, "PairStateError"), "c has connected again since"

@@ -88,7 +88,7 @@ def test_a_rank_that_was_known_is_named_with_its_process_and_when_it_was_heard()
         await instance.register(1, 1, report, "host-a~77~x")
         text = instance.accounts(range(3))
         assert text.startswith("e rank 1 was process 77 on host-a (since 2")
-        assert "UTC), last heard 2" in text
+        assert "Z), last heard 2" in text
         assert text.endswith(", e ranks 0,2 were never heard of")
         report = reports_of([[], []])[0]
         await pair.register_trainer(0, report, "x.1", pid=5)

@@ -99,6 +99,36 @@ def test_a_pair_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_pair_that_is_not_replaced_or_deleted_after_all_goes_on(tmp_path: Path) -> None:
+    """It was closed for that, and would refuse all work for good."""
+
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+        pair = await gateway.create(SPEC)
+        url = "http://127.0.0.1:9"
+        await gateway.create(PairSpec("other", trainer_world=1, instances={A: EngineSpec(world_size=1, url=url)}))
+        assert await gateway.end("main", "is replaced", 0.0)
+        with pytest.raises(ControlError, match=f"{url} belongs to pair other already"):
+            await gateway.create(replace(SPEC, instances={A: EngineSpec(world_size=1, url=url)}), replace=True)
+        assert gateway.pair("main") is pair
+        assert await pair.offer(0, 1) == (first(1), True)
+        assert pair.conflict is None
+        assert not await gateway.end("main", "is deleted", 0.0)
+        pair.decide(first(1), {})
+
+        async def full(name: str) -> None:
+            raise ControlError(f"cannot forget {name}, the disk is full")
+
+        gateway.store.forget = full  # type: ignore[method-assign]
+        with pytest.raises(ControlError, match="the disk is full"):
+            await gateway.delete("main")
+        assert await pair.offer(0, 2) == (first(2), True)
+        pair.check_wanted()
+        await gateway.close()
+
+    asyncio.run(run())
+
+
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
@@ -494,7 +524,9 @@ def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
         await play.restart()
         assert (play.state(A), play.state(B)) == ((Phase.FAILED, 5, False), (Phase.FAILED, 4, True))
         assert not play.pair.instance(A).serves, "until it has connected, nobody can know"
-        assert "the gateway was restarted" in play.pair.status()["instances"][A]["reason"]
+        status = play.pair.status()["instances"][A]
+        assert "the gateway was restarted" in status["reason"]
+        assert status["heard"] is None, "what it said to the life before is not known"
         await play.connect()
         assert play.pair.instance(A).serves
         assert play.pair.instance(A).record.epoch > 1, "no epoch is counted twice"

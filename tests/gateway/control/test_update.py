@@ -384,6 +384,25 @@ def test_a_call_ends_when_the_ranks_of_its_engine_fall_silent(step: str) -> None
     asyncio.run(run())
 
 
+def test_a_call_that_an_engine_does_not_answer_keeps_no_pair_from_being_deleted() -> None:
+    async def run() -> None:
+        play = await connected(clean_up=0.2)
+        pause = play.engine.pause
+
+        async def stands_still() -> None:
+            play.pair.close(ControlError("pair main is deleted"))
+            await pause()
+            await asyncio.sleep(60.0)
+
+        play.engine.pause = stands_still  # type: ignore[method-assign]
+        record = await play.update(2)
+        assert (record.committed, record.fenced, record.reason) == (False, False, "pair main is deleted")
+        assert play.engine.calls == ["pause", "end", "disconnect", "resume"]
+        assert play.pair.idle
+
+    asyncio.run(run())
+
+
 # ---- instances come and go
 
 

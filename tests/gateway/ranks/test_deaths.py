@@ -175,6 +175,20 @@ def test_a_layout_that_is_wrong_is_raised_all_the_same(undo: ExitStack) -> None:
         pair.trainer.connect()
 
 
+class NotFound(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    do_POST = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def serve(undo: ExitStack, server: ThreadingHTTPServer) -> None:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    undo.callback(server.shutdown)
+
+
 class Vanished:
     """A server whose host has vanished: what is sent to it is lost. `appear` makes it answer 404 to everything."""
 
@@ -195,22 +209,13 @@ class Vanished:
         return caller
 
     def appear(self) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.send_error(404)
-
-            do_POST = do_GET  # noqa: N815
-
-            def log_message(self, *_: object) -> None: ...
-
         for caller in self._fill:
             caller.close()
-        server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler, bind_and_activate=False)
+        server = ThreadingHTTPServer(("127.0.0.1", self.port), NotFound, bind_and_activate=False)
         server.socket.close()
         server.socket = self._listener
         server.socket.listen(64)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        self._undo.callback(server.shutdown)
+        serve(self._undo, server)
 
 
 def test_a_server_whose_host_has_vanished_takes_no_engine_along(undo: ExitStack) -> None:
@@ -261,6 +266,18 @@ def test_calls_to_a_host_that_has_vanished(undo: ExitStack, monkeypatch: pytest.
         await driver.close()
 
     asyncio.run(run())
+
+
+def test_a_server_that_was_started_again_is_asked_by_the_next_connect(undo: ExitStack) -> None:
+    """As the probe, which comes ever less often, would find out too late."""
+    url, token = undo.enter_context(running_gateway())
+    port = free_port()
+    pair = Pair(undo, url, token, {B: {"kind": "sglang", "url": f"http://127.0.0.1:{port}", "world_size": 1}})
+    with pytest.raises(EngineError, match="ConnectError"):
+        pair.trainer.connect()
+    serve(undo, undo.enter_context(ThreadingHTTPServer(("127.0.0.1", port), NotFound)))
+    with pytest.raises(EngineError, match="answered 404"):
+        pair.trainer.connect()
 
 
 def test_a_host_that_refuses_connections_is_asked_in_each_update(undo: ExitStack) -> None:
