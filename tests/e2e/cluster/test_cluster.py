@@ -197,7 +197,9 @@ def update_late(cluster: str, url: str, token: str, engine: subprocess.Popen[byt
     command = ("update", "main", "--version", "2", "--ray", cluster)
     engine.send_signal(signal.SIGSTOP)
     try:
-        assert "trainer ranks 0, 1 said nothing for 10 s" in weightcast(*command, "--deadline", "10", status=4)
+        said = weightcast(*command, "--deadline", "10", status=4)
+        assert "weightcast update: pair main: not done within 10 s: waiting, " in said
+        assert "rollout-0" in said.splitlines()[-1]
     finally:
         engine.send_signal(signal.SIGCONT)
     with GatewayClient(url, token) as client:
