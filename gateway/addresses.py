@@ -1,4 +1,4 @@
-"""Addresses that people hand in, of the gateway and of ranks: read and checked, with the certificates to trust.
+"""Addresses that people hand in, of the gateway and of ranks: read and checked, with certificates and keys for them.
 
 What a socket has to know of addresses is in `weightcast.transfer.transports.addresses`.
 """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 __all__ = ["SAY_SECONDS", "SELDOM_SECONDS", "Reminder"]
 
 SAY_SECONDS = 10.0
-"""Seconds of a wait after which one rank of a side says so, and between two times that it does."""
+"""Seconds of a wait after which the gateway and one rank of a side say so, and between two times that they do."""
 SELDOM_SECONDS = 60.0
 """The same for all its other ranks, of which there may be hundreds."""
 

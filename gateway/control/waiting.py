@@ -16,13 +16,12 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from weightcast.gateway.records import Order, WaitRecord, utc
+from weightcast.gateway.reminder import SAY_SECONDS
 from weightcast.transfer.errors import DeadlineError
 from weightcast.transfer.layout.summaries import number_ranges
 
 __all__ = ["Changes", "Journal", "Party", "Wait"]
 
-SAY_SECONDS = 10.0
-"""Seconds of a wait until the log says who is missing, and between two times that it does."""
 _SHOWN_RANKS = 4
 """Number of missing ranks whose process a message names."""
 
