@@ -398,7 +398,7 @@ class InstanceWorker:
                 return None
 
     def _remind(self) -> None:
-        """Says what this rank waits for: to join again, its first connect, or others that are missing in one under way."""
+        """Says what this rank waits for: to join again, its first connect, or ranks that are missing in another one."""
         if self._left:
             self._say_left(f"instance {self._instance} is not in pair {self._pair}")
         elif self._epoch:
