@@ -32,6 +32,7 @@ from weightcast.transfer.colocated.offers import Share, check_share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.documents import whole_number
 from weightcast.transfer.errors import (
+    AbsentError,
     ControlError,
     DeadlineError,
     EngineError,
@@ -300,9 +301,10 @@ class TrainerWorker:
 
     def _raise_failure(self, name: str, order: Order) -> None:
         """Raises the failure of a connect. The gateway keeps it as an error of its own class, which asking for the part
-        raises.
+        raises; but not when the pair has been deleted.
         """
-        self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
+        with suppress(AbsentError):
+            self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
         raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
     def _join(self, name: str, epoch: int) -> None:
