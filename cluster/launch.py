@@ -16,7 +16,14 @@ from weightcast.cluster.trainer_ranks import Say, give_back, kept_spec, start_tr
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import NAMESPACE, find_actor, import_ray
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
-from weightcast.transfer.errors import AuthorizationError, ControlError, DeadlineError, EngineError, WeightcastError
+from weightcast.transfer.errors import (
+    AbsentError,
+    AuthorizationError,
+    ControlError,
+    DeadlineError,
+    EngineError,
+    WeightcastError,
+)
 
 __all__ = ["down", "moved", "on_ray", "up"]
 
@@ -220,13 +227,16 @@ def _let_in(
 
 
 def _let_go(client: GatewayClient, spec: ClusterSpec, known: set[str], say: Say) -> None:
-    """Stops the engines that are no longer in the file, after they have left."""
+    """Stops the engines that are no longer in the file, after they have left. One that was evicted has left before."""
     names = {instance.name for instance in spec.instances}
-    for name in sorted(known - names):
-        if find_actor(_engine_name(spec.pair, name)) is None:
+    started = {actor.removeprefix(f"{spec.pair}/") for actor in _actors(spec.pair)}
+    engines = {name for name in started if "/" not in name}
+    for name in sorted((known | engines) - names):
+        if name not in engines:
             say(f"{name} is in the pair, but neither in the file nor started from it; it stays")
             continue
-        client.leave_instance(spec.pair, name)
+        with suppress(AbsentError):
+            client.leave_instance(spec.pair, name)
         stop_actor(_engine_name(spec.pair, name))
         say(f"{name} has left and is stopped")
 
@@ -254,7 +264,11 @@ def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = No
 def down(spec: ClusterSpec, say: Say) -> None:
     """Stops what `up` started for a pair, and nothing else; the gateway, too, once it has no pair left."""
     if spec.gateway.url is not None or find_actor(spec.gateway.name) is not None:
-        _withdraw(spec, partial(GatewayClient.delete_pair, force=True))
+        try:
+            with suppress(AbsentError), GatewayClient(spec.gateway_url) as client:
+                client.delete_pair(spec.pair, force=True)
+        except WeightcastError as error:
+            say(f"pair {spec.pair} is not deleted: {error}")
     for name in _actors(spec.pair):
         stop_actor(name)
         say(f"{name} is stopped")

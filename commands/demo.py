@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING
 
 from weightcast.commands.options import Commands
 from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, MegatronConfig, ServerConfig, VersionOutcome
+from weightcast.gateway.reminder import SAY_SECONDS
 from weightcast.transfer.errors import InputError
 from weightcast.transfer.transports.addresses import bare
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["Reminder", "add"]
-
-_REMINDED = 10.0
-"""Seconds after which a step that takes long is shown again."""
+__all__ = ["Steps", "add"]
 
 _OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "share")
 """Options that the settings of the demo have by the same names."""
@@ -112,10 +110,10 @@ def _run(arguments: argparse.Namespace) -> int:
             progress.console.print(f"[{time.monotonic() - start:5.1f} s] {text}", markup=False, highlight=False)
 
         def say(text: str) -> None:
-            reminder.say(text)
+            steps.say(text)
             progress.update(task, advance=1)
 
-        with Reminder(show) as reminder:
+        with Steps(show) as steps:
             outcomes, faults = run_demo(config, say)
     seconds = time.monotonic() - start
     if arguments.json:
@@ -128,16 +126,16 @@ def _run(arguments: argparse.Namespace) -> int:
     return 4 if faults else 0
 
 
-class Reminder:
-    """Shows each step, and again whenever it has taken `seconds` more: servers take a minute to start."""
+class Steps:
+    """Steps of a run. Shows each, and again whenever it has taken `seconds` more: servers take a minute to start."""
 
-    def __init__(self, show: Callable[[str], None], seconds: float = _REMINDED) -> None:
+    def __init__(self, show: Callable[[str], None], seconds: float = SAY_SECONDS) -> None:
         self._show, self._seconds = show, seconds
         self._step, self._over = "", False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._remind, name="weightcast-demo-steps", daemon=True)
 
-    def __enter__(self) -> Reminder:
+    def __enter__(self) -> Steps:
         self._thread.start()
         return self
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from weightcast.commands.options import Commands, add_gateway_option, read_engine, read_file, show_update
-from weightcast.transfer.errors import InputError
+from weightcast.transfer.errors import InputError, WeightcastError
 from weightcast.transfer.planner.topology import read_topology
 
 __all__ = ["add"]
@@ -60,7 +61,11 @@ def _run(arguments: argparse.Namespace) -> None:
         try:
             worker.connect()
             result = worker.update(arguments.version)
+        except BaseException:
+            with suppress(WeightcastError):  # what has failed before says more than that this fails, too
+                client.delete_pair(arguments.pair, force=True)
+            raise
         finally:
             worker.close()
-            client.delete_pair(arguments.pair, force=True)
+        client.delete_pair(arguments.pair, force=True)
     show_update(result.stamp, result.instances, arguments.json)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from weightcast.gateway.records import shortfall
 from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import InputError
 
@@ -55,8 +56,8 @@ def show_update(stamp: str, instances: Mapping[str, Mapping[str, Any]], as_json:
         print(json.dumps({"version": Version.parse(stamp).as_json(), "instances": instances}))
         return
     for name, record in instances.items():
-        if record["reason"]:
-            print(f"{name}: not version {stamp}: {record['reason']}")
+        if text := shortfall(name, record):
+            print(text)
             continue
         regions = record["verified"]["regions"]
         print(f"{name}: version {stamp}, {regions} regions verified, {record['seconds']:.2f} s")

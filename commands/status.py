@@ -74,7 +74,7 @@ def _watch(client: GatewayClient, seconds: float, as_json: bool, show_all: bool)
     with suppress(KeyboardInterrupt):
         pairs, trouble = client.status(), ""  # a wrong address or token ends the command here
         answered_at = utc(time.time())
-        live = None if as_json else Live(_shown(pairs, "", show_all), auto_refresh=False, vertical_overflow="visible")
+        live = None if as_json else Live(auto_refresh=False, vertical_overflow="visible")
         with live or nullcontext():
             while True:
                 if live is None:

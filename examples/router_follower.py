@@ -35,10 +35,10 @@ class Gateway:
             if answer.status_code == httpx.codes.OK:
                 return True, "it serves"
             refused = answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+            # A gateway that is stopping answers 503 as well, with another error.
+            return False if refused["error"] == "PairStateError" else None, refused["message"]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:  # of a proxy that has no gateway behind it
             return None, f"{type(error).__name__} {error}"
-        # A gateway that is stopping answers 503 as well, with another error.
-        return False if refused["error"] == "PairStateError" else None, refused["message"]
 
 
 class Router:

@@ -11,6 +11,6 @@
 - `settings`: every deadline, interval and limit of the control plane, with its default
 - `versions`: numbers of a trainer in lineages, with their stamps
 - `incarnations`: processes that register as trainer ranks, and those of them that are believed
-- `addresses`: checks of URLs, and the certificates to trust
+- `addresses`: URLs, places of ranks, certificates to trust and keys of engines
 - `ray_address`: `ray://NAME`, the address of a gateway that is an actor of Ray
 """

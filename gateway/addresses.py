@@ -1,4 +1,4 @@
-"""Addresses that people hand in, of the gateway and of ranks: read and checked, with the certificates to trust.
+"""Addresses that people hand in, of the gateway and of ranks: read and checked, with certificates and keys for them.
 
 What a socket has to know of addresses is in `weightcast.transfer.transports.addresses`.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "check_reachable",
     "check_url",
     "http_url",
+    "key_fault",
     "key_header",
     "transport_to",
     "trusted",
@@ -147,3 +148,13 @@ def key_header(whose: str, variable: str, process: str = "the gateway") -> dict[
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise EngineError(f"{whose}variable {variable} holds line breaks, outer spaces or characters beyond ASCII")
     return {"Authorization": f"Bearer {key}"}
+
+
+def key_fault(status: int, variable: str, option: str) -> str:
+    """Why an engine's server refuses a request, if it does so for its key; empty for another `status`.
+
+    `option` is the one that names the variable.
+    """
+    if status not in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        return ""
+    return f"the server {f'does not take the key of variable {variable}' if variable else f'wants a key: set {option}'}"

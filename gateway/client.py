@@ -293,12 +293,12 @@ class GatewayClient:
         """Creates a pair. The same one again changes nothing. With `replace` one of that name is deleted first, with
         what it has under way, and versions begin anew.
 
-        `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
-        "backend": ..}`, perhaps with "hold", "non_finite", "allow_non_finite", "stamps". `settings` are of `Settings`.
-        `commit` says who gets a version, "each" or "all". `min_instances` is how many instances an update needs, all
-        unless given. `bucket_bytes` bounds the memory that a rank takes to pack
-        and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
-        ..}`. With it ranks of an instance forward to each other the weights that they share, where that is faster.
+        `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": ..}`, perhaps
+        with "pause", "backend", "hold", "non_finite", "allow_non_finite", "stamps", "api_key_variable". `settings`
+        are of `Settings`. `commit` says who gets a version, "each" or "all". `min_instances` is how many instances an
+        update needs, all unless given. `bucket_bytes` bounds the memory that a rank takes to pack and unpack. `verify`
+        is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps": ..}`. With it ranks
+        of an instance forward to each other the weights that they share, where that is faster.
         """
         body: dict[str, Any] = {"trainer_world": trainer_world, "instances": _plain(instances)}
         body |= {"commit": commit, "verify": verify}

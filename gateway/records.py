@@ -37,6 +37,8 @@ __all__ = [
     "UpdateRecord",
     "WaitRecord",
     "differences",
+    "needed_of",
+    "shortfall",
     "wait_lines",
 ]
 
@@ -189,7 +191,12 @@ class PairOptions(Record):
 
     def needed(self, instances: int) -> int:
         """How many of so many instances an update needs."""
-        return instances if self.min_instances is None else min(self.min_instances, instances)
+        return needed_of(instances, self.min_instances)
+
+
+def needed_of(instances: int, min_instances: int | None) -> int:
+    """How many of so many instances an update needs: all, unless `min_instances` are fewer."""
+    return instances if min_instances is None else min(min_instances, instances)
 
 
 @dataclass(frozen=True)
@@ -327,6 +334,14 @@ class UpdateRecord:
     def as_json(self) -> dict[str, Any]:
         """Fields by name, as they are sent."""
         return asdict(self) | {"version": self.version.as_json()}
+
+
+def shortfall(name: str, record: Mapping[str, Any]) -> str:
+    """Why an instance lacks what an update was for, in words, from its `UpdateRecord` as JSON; empty if it does not."""
+    if not record["reason"]:
+        return ""
+    state = "fenced" if record["fenced"] else "not resumed" if record["committed"] else "not updated"
+    return f"{name} is {state}: {record['reason']}"
 
 
 _SHOWN_WAITS = 4

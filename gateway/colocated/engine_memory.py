@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import httpx
 
-from weightcast.gateway.addresses import check_url, key_header, trusted
+from weightcast.gateway.addresses import check_url, key_fault, key_header, trusted
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["EngineMemory", "SGLangMemory", "UncertainError"]
@@ -57,7 +57,7 @@ class SGLangMemory:
         is not set.
         """
         check_url(f"instance {name}: ", url, "its SGLang server")
-        self.name, self._pause = name, pause
+        self.name, self._pause, self._key_variable = name, pause, api_key_variable
         header = key_header(f"instance {name}: ", api_key_variable, "this process")
         self._client = httpx.Client(
             base_url=url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(url), headers=header
@@ -89,5 +89,6 @@ class SGLangMemory:
                 f"instance {self.name}: {path} was asked, but not answered: {type(error).__name__} {error}"
             ) from None
         if response.status_code != httpx.codes.OK:
-            text = " ".join(response.text.split())[:500]
+            fault = key_fault(response.status_code, self._key_variable, "api_key_variable")
+            text = fault or " ".join(response.text.split())[:500]
             raise EngineError(f"instance {self.name}: {path} answered {response.status_code}: {text}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import httpx
 
-from weightcast.gateway.addresses import check_url, key_header, trusted
+from weightcast.gateway.addresses import check_url, key_fault, key_header, trusted
 from weightcast.gateway.records import EngineSpec
 from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import utc
@@ -184,10 +184,9 @@ class SGLangDriver(EngineDriver):
                 f"instance {self._instance}: {method} {self._spec.shown_url}{path} failed: {cause}; is the server up?"
             ) from None
         self._reached()
-        if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            fault = f"does not take the key of variable {variable}" if variable else f"wants a key: set {key_field}"
+        if fault := key_fault(response.status_code, variable, key_field):
             answer = f"{path} answered {response.status_code}"
-            raise EngineError(f"instance {self._instance}: {answer}: the server {fault}; {_KEYS[key_field]}")
+            raise EngineError(f"instance {self._instance}: {answer}: {fault}; {_KEYS[key_field]}")
         return response
 
     def _missed(self, cause: str, *, refused: bool) -> None:

@@ -124,7 +124,7 @@ class InstanceWorker:
         self._joining: Joining | None = None
         self._digests = PartDigests()
         self._run: Run | None = None
-        self._given_up = self._quiet = self._closed = False
+        self._given_up = self._quiet = self._closed = self._left = False
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = self._uid = ""
@@ -357,6 +357,11 @@ class InstanceWorker:
             self._give_up_join()
 
     @property
+    def _holds(self) -> str:
+        """The version that was committed to this rank last, in words."""
+        return "no version" if self.version is None else f"version {self.stamp}"
+
+    @property
     def _standing(self) -> str:
         """What this rank does while its gateway is gone, in words."""
         if not self.fenced:
@@ -393,34 +398,41 @@ class InstanceWorker:
                 return None
 
     def _remind(self) -> None:
-        """Says what this rank waits for: its first connect, or others that are missing in one under way."""
-        if self._epoch:
+        """Says what this rank waits for: to join again, its first connect, or ranks that are missing in another one."""
+        if self._left:
+            self._say_left(f"instance {self._instance} is not in pair {self._pair}")
+        elif self._epoch:
             say_who_is_missing(self._client, self._pair, self._who, self._instance)
         elif not self._absent:
             text = "no connect from the trainer yet; its ranks call TrainerWorker.connect()"
             log.warning("%s: pair %s: %s", self._who, self._pair, text)
 
+    def _say_left(self, reason: str) -> None:
+        log.warning("%s: %s; this rank waits until it joins again", self._who, reason)
+
     def _say_failure(self, order: Order) -> None:
-        """Says why a connect or an update of this instance failed."""
+        """Says why a connect or an update of this instance failed, or why it has left."""
         if order.action is Action.FAILED:
             log.warning("%s: the connect failed: %s", self._who, order.reason)
         elif order.action is Action.END and order.version is not None and not order.committed:
             log.warning("%s: version %s was not committed: %s", self._who, order.version, order.reason)
+        elif order.action is Action.LEFT:
+            self._say_left(order.reason)
 
     def _say_absent(self, error: AbsentError) -> None:
         if str(error) != self._absent:  # once, and again when there are other pairs: the name may be misspelt
             self._absent = str(error)
             self.disconnect()
-            state = "no version" if self.version is None else f"version {self.stamp}"
-            log.warning("%s: %s; holds %s and waits for pair %s to have it", self._who, error, state, self._pair)
+            log.warning("%s: %s; holds %s and waits for pair %s to have it", self._who, error, self._holds, self._pair)
 
     def _first_order(self) -> int:
         """Number of the first order for this worker, behind those that an earlier one has followed."""
         self._live()
         answer = self._client.orders(self._pair, self._instance, 0, 0.0)
         self._boot = answer.boot
-        action = answer.orders[-1].action if answer.orders else Action.LEFT
-        if action in (Action.REGISTER, Action.LEFT):
+        action = answer.orders[-1].action if answer.orders else None
+        self._left = action is Action.LEFT
+        if action in (None, Action.REGISTER, Action.LEFT):
             return answer.given - (action is Action.REGISTER)
         self._client.restarted(self._pair, self._instance, self._rank)
         return answer.given
@@ -429,8 +441,8 @@ class InstanceWorker:
         """Leaves the life of the pair that is over, as the gateway was restarted or the pair created again. An update
         that was under way is over, committed if the gateway says so: then returns its version.
         """
-        text = "the gateway was restarted or the pair created again; this rank holds version"
-        log.warning("%s: %s %s", self._who, text, self.stamp)
+        text = "the gateway was restarted or the pair created again; this rank holds"
+        log.warning("%s: %s %s", self._who, text, self._holds)
         self.disconnect()
         self._live()
         status, memory = self._client.pair_status(self._pair), self.memory
@@ -440,7 +452,7 @@ class InstanceWorker:
             (record.get("version"), status["uid"], record.get("fenced")) == (verified.as_json(), memory.of, False)
         )
         self._confirm(is_committed)
-        self._boot, self._cursor = boot, 0
+        self._boot, self._cursor, self._left = boot, 0, False
         return self.version if is_committed and memory.version != old_version else None
 
     def _is_last(self, order: Order) -> bool:
@@ -464,6 +476,7 @@ class InstanceWorker:
 
     def _obey(self, order: Order) -> None:
         """Follows one order. Failures are told to the gateway, which ends the connect or update."""
+        self._left = order.action is Action.LEFT
         self._say_failure(order)
         with suppress(WeightcastError):
             if order.action is Action.REGISTER:

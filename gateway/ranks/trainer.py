@@ -8,6 +8,7 @@ worker.update(version=step)          # on every rank; raises if fewer than `min_
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -22,7 +23,7 @@ from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, place_of, report_of
 from weightcast.gateway.ranks.orders import OrderFeed, say_who_is_missing
-from weightcast.gateway.records import Action, Order
+from weightcast.gateway.records import Action, Order, needed_of, shortfall
 from weightcast.gateway.reminder import SAY_SECONDS, SELDOM_SECONDS, Reminder
 from weightcast.gateway.settings import Settings
 from weightcast.gateway.versions import Version
@@ -31,6 +32,7 @@ from weightcast.transfer.colocated.offers import Share, check_share
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.documents import whole_number
 from weightcast.transfer.errors import (
+    AbsentError,
     ControlError,
     DeadlineError,
     EngineError,
@@ -153,7 +155,7 @@ class TrainerWorker:
             ),
             lost=self._give_up,
         )
-        if _too_few(len(names) - len(failures), len(names), status.get("min_instances")):
+        if len(names) - len(failures) < needed_of(len(names), status.get("min_instances")):
             raise next(iter(failures.values()))
         if failures:
             reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
@@ -228,7 +230,7 @@ class TrainerWorker:
         # While the others offer, the engines pause and their ranks get ready.
         parts = [member.part for member in self._members.values()]
         self._digests.begin(parts, layout, version, self._labels(version))
-        names, first_order, needed = self._client.begun(self._pair, version, boot, deadline)
+        names, first_order, min_instances = self._client.begun(self._pair, version, boot, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
@@ -240,9 +242,9 @@ class TrainerWorker:
             self._give_up,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
-        failures = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
+        failures = list(filter(None, itertools.starmap(shortfall, instances.items())))
         text = f"version {version} is not served everywhere: {'; '.join(failures)}"
-        if _too_few(len(instances) - len(failures), len(instances), needed):
+        if len(instances) - len(failures) < needed_of(len(instances), min_instances):
             raise UpdateError(text)
         if failures:
             self._warn(f"pair {self._pair}: {text}")
@@ -299,9 +301,10 @@ class TrainerWorker:
 
     def _raise_failure(self, name: str, order: Order) -> None:
         """Raises the failure of a connect. The gateway keeps it as an error of its own class, which asking for the part
-        raises.
+        raises; but not when the pair has been deleted.
         """
-        self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
+        with suppress(AbsentError):
+            self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
         raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
     def _join(self, name: str, epoch: int) -> None:
@@ -427,13 +430,3 @@ class TrainerWorker:
         # whoever waits for its orders.
         with suppress(PairStateError, TransferError):
             self._client.fail(self._seat(name, epoch), error)
-
-
-def _too_few(served: int, instances: int, needed: int | None) -> bool:
-    """True if `served` of the instances are fewer than are needed, which are all unless told."""
-    return served < (instances if needed is None else min(needed, instances))
-
-
-def _outcome(name: str, record: dict[str, Any]) -> str:
-    state = "not updated" if not record["committed"] else "not resumed"
-    return f"{name} is {'fenced' if record['fenced'] else state}: {record['reason']}"

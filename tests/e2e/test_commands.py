@@ -296,10 +296,13 @@ def test_inspect_after_a_connect_without_a_layout(gateway: str, say: Callable[..
 def test_an_update_that_one_instance_has_missed(capsys: pytest.CaptureFixture[str]) -> None:
     """As with `min_instances`: what is printed says which, and why."""
     served = {"committed": True, "reason": "", "verified": {"regions": 3}, "seconds": 0.25}
-    missed = {"committed": False, "reason": "its engine was not reached", "verified": None, "seconds": 0.0}
-    show_update(7, {"rollout-0": served, "rollout-1": missed}, as_json=False)
+    missed = {"committed": False, "fenced": True, "reason": "it was not reached", "verified": None, "seconds": 0.0}
+    paused = served | {"fenced": False, "reason": "its engine stands still"}
+    show_update("7", {"rollout-0": served, "rollout-1": missed, "rollout-2": paused}, as_json=False)
     assert capsys.readouterr().out == (
-        "rollout-0: version 7, 3 regions verified, 0.25 s\nrollout-1: not version 7: its engine was not reached\n"
+        "rollout-0: version 7, 3 regions verified, 0.25 s\n"
+        "rollout-1 is fenced: it was not reached\n"
+        "rollout-2 is not resumed: its engine stands still\n"
     )
 
 

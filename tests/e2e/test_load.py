@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from gateway_support import running_gateway
+from life_support import soon
 from loopback_support import LOOPBACKS
 from plain_support import Piece, PlainSink
 from safetensors.torch import save_file
@@ -143,3 +144,20 @@ def test_a_folder_that_is_no_checkpoint_is_told_first(
     instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
     assert main(["load", str(tmp_path), "--instance", instance, "--gateway", gateway]) == 2
     assert "has no *.safetensors file" in capsys.readouterr().err
+
+
+def test_a_load_whose_pair_is_deleted_says_so(
+    gateway: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that the pair, which it takes back as well, is no longer there."""
+    instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
+    status: list[int] = []
+    arguments = ["load", str(checkpoint), "--instance", instance, "--pair", "gone", "--gateway", gateway]
+    load = threading.Thread(target=lambda: status.append(main(arguments)), daemon=True)
+    load.start()
+    with GatewayClient(gateway) as client:
+        soon(lambda: [p for p in client.status() if p["pair"] == "gone" and p["instances"]["rollout-0"]["orders"]])
+        client.delete_pair("gone", force=True)
+    load.join(60.0)
+    assert status == [4]
+    assert "pair gone is deleted, which ends what is under way" in capsys.readouterr().err

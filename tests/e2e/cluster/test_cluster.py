@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, tried, updated_at_last, weightcast
 from gateway_support import running_gateway
+from spawn_support import free_port
 
 from weightcast.cluster.die_with_parent import tethered
 from weightcast.cluster.processes import running, start_process
@@ -171,6 +172,35 @@ def test_an_engine_that_somebody_else_starts_is_waited_for_by_name_and_all_else_
             assert seen(tmp_path, 1) == "right"
             weightcast("down", str(file))
         assert actors() == set()
+
+
+@pytest.mark.slow
+def test_an_engine_of_an_instance_that_has_left_is_stopped_all_the_same(cluster: str, tmp_path: Path):
+    """As after an eviction: it is no longer in the pair, nor in the file, and would run for ever."""
+    file, text = tmp_path / "cluster.toml", SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+    table = text[text.index("[[instance]]") : text.index("[settings]")]
+    other = table.replace("rollout-0", "rollout-1").replace("engine.log", "other.log")
+    file.write_text(text.replace("[settings]", f"{other}[settings]"))
+    weightcast("up", str(file))
+    assert {"main/rollout-0", "main/rollout-1"} <= actors()
+    weightcast("leave", "main", "rollout-1", "--gateway", "ray://weightcast")
+    file.write_text(text)
+    ran = tried("up", str(file))
+    assert (ran.returncode, "rollout-1 has left and is stopped" in ran.stderr) == (0, True), ran.stderr
+    assert "main/rollout-1" not in actors()
+    assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+    weightcast("down", str(file))
+    assert actors() == set()
+
+
+@pytest.mark.slow
+def test_down_says_which_gateway_keeps_the_pair(cluster: str, tmp_path: Path):
+    file, url = tmp_path / "cluster.toml", f"http://127.0.0.1:{free_port()}"
+    text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+    file.write_text(text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"'))
+    ran = tried("down", str(file))
+    assert ran.returncode == 0
+    assert f"pair main is not deleted: gateway {url}: DELETE /pairs/main: ConnectError" in ran.stderr
 
 
 @pytest.mark.slow

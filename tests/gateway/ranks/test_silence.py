@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 from gateway_support import running_gateway
-from life_support import ENGINE, Engine, create, soon
+from life_support import ENGINE, ONE, Engine, create, soon
 
 from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import GatewayClient
@@ -85,6 +85,23 @@ def test_an_engine_hears_that_its_connect_failed_and_why(undo: ExitStack, caplog
     soon(lambda: line in caplog.text, SOON)
     assert caplog.text.count("the connect failed") == 1
     assert engine.said == [], "serve goes on"
+
+
+def test_an_engine_says_that_it_has_left_and_that_its_pair_is_another_one(
+    undo: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, token = undo.enter_context(running_gateway())
+    create(url, token)
+    engine = Engine(url, token)
+    undo.callback(engine.close)
+    soon(lambda: engine.worker._cursor is not None, SOON)
+    with GatewayClient(url, token) as client:
+        client.leave_instance("main", ENGINE)
+        left = "rollout-0 rank 0: instance rollout-0 left pair main; this rank waits until it joins again"
+        soon(lambda: left in caplog.text, SOON)
+        client.create_pair("main", 1, ONE, replace=True)
+        soon(lambda: "or the pair created again; this rank holds no version" in caplog.text, SOON)
+    assert (caplog.text.count(left), engine.said) == (1, [])
 
 
 def test_an_update_that_waits_for_a_trainer_rank_names_its_process(
