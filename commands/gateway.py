@@ -68,6 +68,10 @@ def _run(arguments: argparse.Namespace) -> None:
         logging.getLogger("weightcast.gateway").warning(
             "%s is not loopback and not encrypted: tokens can be read on the way; use --tls-cert", url
         )
+    if new_tokens and arguments.state:
+        logging.getLogger("weightcast.gateway").warning(
+            "another start makes other tokens, and who has these is refused then: set %s", ", ".join(new_tokens)
+        )
     _show(url, new_tokens, as_json=arguments.json)
     with listener, suppress(KeyboardInterrupt):
         server.run(sockets=[listener])

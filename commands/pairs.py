@@ -8,6 +8,8 @@ from typing import Any
 
 from weightcast.commands.options import Commands, add_gateway_option, read_engine
 from weightcast.gateway.versions import Version
+from weightcast.transfer.errors import ControlError
+from weightcast.transfer.layout.summaries import number_ranges
 
 __all__ = ["add"]
 
@@ -19,7 +21,9 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_pairs)
     parser = commands.add_parser("delete", help="make a gateway forget a pair; engines are left as they are")
     parser.add_argument("pair")
-    parser.add_argument("--force", action="store_true", help="end a connect or update that is under way")
+    parser.add_argument(
+        "--force", action="store_true", help="though its trainer is alive; a connect or update is ended"
+    )
     add_gateway_option(parser)
     parser.set_defaults(run=_delete)
     parser = commands.add_parser("leave", help="take an instance out of a pair")
@@ -68,6 +72,13 @@ def _delete(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.client import GatewayClient
 
     with GatewayClient(arguments.gateway) as client:
+        trainer = client.pair_status(arguments.pair)["trainer"]
+        ranks = set(trainer["registered"]) - set(trainer["silent"])
+        if ranks and not arguments.force:
+            raise ControlError(
+                f"pair {arguments.pair}: trainer ranks {number_ranges(ranks)} are alive; end them first, or delete it "
+                "all the same with --force"
+            )
         client.delete_pair(arguments.pair, force=arguments.force)
     _say(arguments, f"pair {arguments.pair} is deleted", pair=arguments.pair)
 

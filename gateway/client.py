@@ -561,4 +561,5 @@ def _error_of(response: httpx.Response, what: str) -> WeightcastError:
     kind, message = error_named(answer.get("error")), answer.get("message")
     if kind is not None and isinstance(message, str):
         return kind(message)
-    return ControlError(f"{what} answered {response.status_code}: {' '.join(response.text.split())[:500]}")
+    text = " ".join(response.text.split())[:200]
+    return ControlError(f"{what} answered {response.status_code}, and not as a gateway does; is this its URL? ({text})")

@@ -66,7 +66,7 @@ class Version:
         """A text that refuses it for not being newer, with the ways out."""
         return (
             f"version {self} is not newer, offer a greater one; a trainer that resumes from an older step calls "
-            f"update({self.number}, restart=True) on all ranks"
+            f"update({self.number}, restart=True) on all ranks, and a new run creates its pair with replace=True"
         )
 
     @classmethod

@@ -122,7 +122,7 @@ class Gateway:
         pair = self.pairs.get(name)
         if pair is None:
             return True
-        pair.close(ControlError(f"pair {name} {reason}, which ends what is under way; try again when that is over"))
+        pair.close(ControlError(f"pair {name} {reason}, which ends what is under way"))
         return await pair.poll(lambda: pair.idle, wait)
 
     async def delete(self, name: str) -> None:

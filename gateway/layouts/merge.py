@@ -34,6 +34,8 @@ _SINGLE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 _FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[A-Za-z_]+$")
 """Names of one expert's tensor in a checkpoint, and of the tensor of all experts of a layer, with the layer first."""
 
+_LEFT_OUT = "; LayoutNotes(left_out=...) of its description names what it is not to have"
+
 
 @dataclass(frozen=True)
 class _SideLayout:
@@ -198,7 +200,7 @@ def _catalog_gaps(layout: InstanceLayout) -> list[str]:
     extra_names = [layout.tensors.names[i] for i in np.flatnonzero(row < 0).tolist()]
     gaps = []
     if absent_names:
-        gaps.append(f"{summarize(absent_names)}: on no rank of {layout.name}")
+        gaps.append(f"{summarize(absent_names)}: on no rank of {layout.name}{_LEFT_OUT}")
     if extra_names:
         gaps.append(f"{summarize(extra_names)}: on {layout.name}, but on no trainer rank, so it would never be updated")
     gaps += _fused_hint(absent_names, extra_names, layout.name) + _fused_hint(extra_names, absent_names, "the trainer")

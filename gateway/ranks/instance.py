@@ -39,6 +39,7 @@ from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.documents import whole_number
 from weightcast.transfer.errors import (
     AbsentError,
+    AuthorizationError,
     ControlError,
     DisplacedError,
     PairStateError,
@@ -275,7 +276,11 @@ class InstanceWorker:
         self._tell(error)
 
     def _heard(self, sent: float, running: int | None) -> None:
-        """Ends the run when the gateway answers a beat that it waits for another one, or for none."""
+        """Ends the run when the gateway answers a beat that it waits for another one, or for none.
+
+        A gateway that answers beats is asked for orders again at once.
+        """
+        self._outage.soon()
         run = self._run
         if run is not None and sent > run.since and running != run.epoch:
             log.warning("%s: the run is called off", self._who)
@@ -328,8 +333,9 @@ class InstanceWorker:
 
         A pair that is not there, or that has no such instance, is logged once and waited for; then it returns None. So
         it does for a gateway that is not reached, which is logged once a minute and asked again by later calls. Such a
-        call waits for one answer, and in the middle of an update for the setting `outage`. Raises DisplacedError, for
-        good, when another process has taken the place of this one.
+        call waits for one answer, and in the middle of an update for the setting `outage`. A gateway that no longer
+        takes the token is treated alike. Raises AuthorizationError for a token that was never taken. Raises
+        DisplacedError, for good, when another process has taken the place of this one.
         """
         self._check_open()
         deadline = time.monotonic() + wait
@@ -341,6 +347,10 @@ class InstanceWorker:
                 except AbsentError as error:
                     self._outage.over()
                     self._say_absent(error)
+                except AuthorizationError as error:
+                    if self._cursor is None:
+                        raise  # its token was never right
+                    self._outage.note(error, self._standing)
                 except TransferError as error:
                     if not self._client.lost:
                         raise
@@ -404,7 +414,7 @@ class InstanceWorker:
         elif self._epoch:
             say_who_is_missing(self._client, self._pair, self._who, self._instance)
         elif not self._absent:
-            text = "no connect from the trainer yet; its ranks call TrainerWorker.connect()"
+            text = "no connect from the trainer yet; its next connect() or update() brings one"
             log.warning("%s: pair %s: %s", self._who, self._pair, text)
 
     def _say_left(self, reason: str) -> None:

@@ -26,6 +26,7 @@ class Outage:
         self._since: str | None = None
         self._lost_at = self._next = self._spoke = 0.0
         self._pause = _FIRST
+        self._kind: type[Exception] | None = None
 
     @property
     def left(self) -> float:
@@ -33,16 +34,23 @@ class Outage:
         return 0.0 if self._since is None else max(0.0, self._next - time.monotonic())
 
     def note(self, error: Exception, standing: str) -> None:
-        """Notes an attempt that failed. `standing` says what the engine does meanwhile."""
+        """Notes an attempt that failed. `standing` says what the engine does meanwhile.
+
+        An error of another class is said at once: the gateway may be there, and take no token of this engine.
+        """
         now = time.monotonic()
         if self._since is None:
             self._since, self._lost_at = time.strftime("%H:%M:%S UTC", time.gmtime()), now
             self._pause, self._spoke = _FIRST, now - _MINUTE
-        if now >= self._spoke + _MINUTE:
-            self._spoke = now
+        if now >= self._spoke + _MINUTE or type(error) is not self._kind:
+            self._spoke, self._kind = now, type(error)
             text = "%s: gateway %s not reached since %s; %s; trying again (%s)"
             log.warning(text, self._who, self._url, self._since, standing, error)
         self._next, self._pause = now + self._pause, min(2 * self._pause, _LAST)
+
+    def soon(self) -> None:
+        """Has the gateway asked again at once, because something else of this process has reached it."""
+        self._next = 0.0
 
     def over(self) -> None:
         """Notes that the gateway has answered."""

@@ -39,6 +39,7 @@ from weightcast.transfer.errors import (
     PairStateError,
     StalePlanError,
     TransferError,
+    UnregisteredError,
     UpdateError,
     WeightcastError,
 )
@@ -222,7 +223,13 @@ class TrainerWorker:
             offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
         if offered is None:
             raise PairStateError(f"pair {self._pair} does not know trainer rank {self._rank}; connect again")
-        return self._update(layout, *offered)
+        try:
+            return self._update(layout, *offered)
+        except UnregisteredError:
+            raise UpdateError(
+                f"version {offered.version} is not served everywhere: the gateway was started anew in the middle; call "
+                "update again, with this version or a greater one"
+            ) from None
 
     def _update(self, layout: RankLayout, boot: str, version: Version) -> UpdateResult:
         """Goes through the update to a version that this rank has offered in a life of the pair."""

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -226,6 +227,20 @@ def test_status_shows_trainer_ranks_that_are_silent(gateway: str, say: Callable[
     status, out, _ = say("status", "--gateway", gateway)
     assert status == 0
     assert re.search(r"pair dead: 1 of 1 trainer ranks registered, ranks 0 SILENT, last heard \d+ s ago", out)
+
+
+def test_a_pair_whose_trainer_lives_is_deleted_by_force_alone(gateway: str, say: Callable[..., Said]) -> None:
+    """It was deleted between two updates, and its trainer ended at the next one."""
+    with GatewayClient(gateway) as client:
+        client.create_pair("alive", 2, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        client.register_trainer(
+            "alive", replace(whole([moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]), rank=1, world_size=2)
+        )
+        status, _, err = say("delete", "alive", "--gateway", gateway)
+        assert status == 4
+        assert "pair alive: trainer ranks 1 are alive; end them first, or delete it all the same with --force" in err
+        assert client.pair_status("alive")["trainer"]["registered"] == [1]
+        assert say("delete", "alive", "--force", "--gateway", gateway)[0] == 0
 
 
 def test_pairs_without_a_sign_of_life_fold_into_a_line(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,5 +59,5 @@ def test_a_document_has_a_number_or_the_stamp_of_a_later_lineage(value: object) 
 def test_the_refusal_names_the_remedy_of_a_trainer_that_resumes() -> None:
     assert Version(3, 81).refusal == (
         "version 81@3 is not newer, offer a greater one; a trainer that resumes from an older step calls "
-        "update(81, restart=True) on all ranks"
+        "update(81, restart=True) on all ranks, and a new run creates its pair with replace=True"
     )

@@ -18,10 +18,11 @@ from life_support import ENGINE, SIZE, Engine, create, cut_link, soon, trainer
 from plain_support import Piece, PlainSink
 from spawn_support import free_port
 
+from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks import outage
 from weightcast.gateway.ranks.instance import InstanceWorker
 from weightcast.gateway.server.tokens import make_token
-from weightcast.transfer.errors import AuthorizationError
+from weightcast.transfer.errors import AuthorizationError, UpdateError
 
 
 @pytest.fixture
@@ -142,3 +143,63 @@ def test_what_is_wrong_with_the_token_is_raised_at_once(undo: ExitStack) -> None
     create(url, token)
     with pytest.raises(AuthorizationError, match="set WEIGHTCAST_TOKEN"):
         idle_worker(undo, url, "wrong-token-wrong-token").serve()
+
+
+def test_an_engine_outlives_a_gateway_that_makes_other_tokens(
+    undo: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It served on its own until somebody gives the gateway the token that its ranks have."""
+    state, port, token = ("--state", str(tmp_path / "state")), free_port(), make_token()
+    with running_gateway(*state, port=port, token=token) as (url, _):
+        create(url, token, heartbeat=0.2, silence=5.0, outage=60.0)
+        engine = Engine(url, token)
+        undo.callback(engine.close)
+        first = trainer(url, token)
+        undo.callback(first.close)
+        first.update(1)
+        soon(lambda: engine.state == (1, False))
+    with running_gateway(*state, port=port):
+        soon(lambda: "missing or wrong bearer token" in caplog.text)
+        assert (engine.said, engine.state) == ([], (1, False))
+    with running_gateway(*state, port=port, token=token):
+        first.update(2)
+        soon(lambda: engine.state == (2, False))
+    assert engine.said == []
+
+
+def test_a_beat_that_is_answered_ends_the_wait_for_the_next_attempt() -> None:
+    watch = outage.Outage("http://127.0.0.1:1", "rollout-0 rank 0")
+    watch.note(ConnectionError("refused"), "serving version 1")
+    assert watch.left > 0.0
+    watch.soon()
+    assert watch.left == 0.0
+    watch.note(ConnectionError("refused"), "serving version 1")
+    assert watch.left > 1.0, "and if it is not there after all, the next pause is the longer one"
+
+
+def test_an_update_in_the_middle_of_which_the_gateway_starts_anew(undo: ExitStack, tmp_path: Path) -> None:
+    """The error is that of an update: the code that calls `update` again catches it."""
+    state, port, token = ("--state", str(tmp_path / "state")), free_port(), make_token()
+    with running_gateway(*state, port=port, token=token) as (url, _):
+        create(url, token, heartbeat=0.2, silence=20.0, outage=60.0)
+        engine = Engine(url, token)
+        first = trainer(url, token)
+        undo.callback(first.close)
+        first.update(1)
+        soon(lambda: engine.state == (1, False))
+        engine.close()  # it takes no more orders: the update waits for it
+        errors: list[BaseException] = []
+
+        def update() -> None:
+            try:
+                first.update(2)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=update)
+        thread.start()
+        with GatewayClient(url, token) as client:
+            soon(lambda: client.pair_status("main")["instances"][ENGINE]["phase"] == "preparing")
+    with running_gateway(*state, port=port, token=token):
+        thread.join(60.0)
+    assert [type(error) for error in errors] == [UpdateError], errors

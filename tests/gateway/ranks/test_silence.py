@@ -61,7 +61,7 @@ def test_an_engine_without_a_connect_says_that_it_waits_for_the_trainer(
     create(url, token)
     engine = Engine(url, token)
     undo.callback(engine.close)
-    text = "rollout-0 rank 0: pair main: no connect from the trainer yet; its ranks call TrainerWorker.connect()"
+    text = "rollout-0 rank 0: pair main: no connect from the trainer yet; its next connect() or update() brings one"
     soon(lambda: text in caplog.text, SOON)
     assert caplog.text.count(text) == 1, "the next time is after a minute"
 
