@@ -381,11 +381,7 @@ EXAMPLES: dict[tuple[str, str], tuple[str, bytes]] = {
     ("PUT", "/pairs/{name}/instances/{instance}/{epoch}/{side}/{rank}/rendezvous"): ("", b'{"host": "h", "port": 1}'),
 }
 """A request to every route on which a trainer rank speaks: query and body."""
-ANYBODY = {
-    ("POST", "/pairs/{name}/trainer/{rank}/report"),
-    ("GET", "/pairs/{name}/settings"),
-    ("GET", "/pairs/{name}/catalog"),
-}
+ANYBODY = {("POST", "/pairs/{name}/trainer/{rank}/report"), ("GET", "/pairs/{name}/settings")}
 """What is asked before one has registered."""
 
 
