@@ -168,20 +168,24 @@ def _table(pair: dict[str, Any]) -> RenderableType:
             f"{version}, {committed}" if committed else version,
             "yes" if i["serves"] else "no",
             "waiting" if i["state"] == "waiting" else "FENCED" if i["fenced"] else "no",
-            f"{len(i['registered'])} of {i['world_size']}",
+            f"{len(i['registered'])} of {i['world_size']}{_silent(i)}",
             str(i["epoch"]),
             _ago(pair["now"], i["heard"]) or "never",
         )
     return table
 
 
-def _title(pair: dict[str, Any]) -> str:
-    """The pair and its trainer ranks: how many have registered, and which of them are silent since when."""
+def _silent(side: dict[str, Any]) -> str:
+    """The ranks of a trainer or an instance that are missed, in words; empty if there are none."""
     from weightcast.transfer.layout.summaries import number_ranges
 
+    return f", ranks {number_ranges(side['silent'])} SILENT" if side["silent"] else ""
+
+
+def _title(pair: dict[str, Any]) -> str:
+    """The pair and its trainer ranks: how many have registered, and which of them are silent since when."""
     trainer = pair["trainer"]
     title = f"pair {pair['pair']}: {len(trainer['registered'])} of {trainer['world_size']} trainer ranks registered"
+    title += _silent(trainer)
     heard = _ago(pair["now"], trainer["heard"])
-    if trainer["silent"]:
-        title += f", ranks {number_ranges(trainer['silent'])} SILENT"
     return f"{title}, last heard {heard}" if heard else title

@@ -238,7 +238,7 @@ class GatewayClient:
                 self._lost = lost_at
                 if now >= lost_at + retry_seconds:
                     raise TransferError(
-                        f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
+                        f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; {_remedy(error)}"
                     ) from None
             else:
                 self._lost = None
@@ -550,6 +550,11 @@ def _plain(value: object) -> object:
 
 def _orders_of(answer: dict[str, Any]) -> Orders:
     return Orders([Order.parse(record) for record in answer["orders"]], str(answer["boot"]), int(answer["given"]))
+
+
+def _remedy(error: httpx.HTTPError) -> str:
+    """The likely reason why a gateway gave no answer, as a question or an advice."""
+    return "it speaks http: begin its URL with http://" if "WRONG_VERSION_NUMBER" in str(error) else "is it up?"
 
 
 def _error_of(response: httpx.Response, what: str) -> WeightcastError:

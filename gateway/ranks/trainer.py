@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from weightcast.gateway.addresses import UNKNOWN
-from weightcast.gateway.client import GatewayClient, Registered, Seat
+from weightcast.gateway.client import GatewayClient, Offered, Registered, Seat
 from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
 from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, place_of, report_of
@@ -216,13 +216,13 @@ class TrainerWorker:
             for member in self._members.values():
                 member.rebind(layout)  # the plan holds, the executors get new views
         self._layout = layout
-        deadline = time.monotonic() + self._waits.gateway
-        offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
-        if offered is None:
-            self._register(layout, resumes=True)  # the gateway was restarted, or the pair created again
-            offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
-        if offered is None:
-            raise PairStateError(f"pair {self._pair} does not know trainer rank {self._rank}; connect again")
+        try:
+            offered = self._offer(layout, version, restart)
+        except AbsentError as error:
+            raise AbsentError(
+                f"{error}; it was deleted, or the gateway started anew without --state: create it and connect() again "
+                "on all ranks"
+            ) from None
         try:
             return self._update(layout, *offered)
         except UnregisteredError:
@@ -230,6 +230,17 @@ class TrainerWorker:
                 f"version {offered.version} is not served everywhere: the gateway was started anew in the middle; call "
                 "update again, with this version or a greater one"
             ) from None
+
+    def _offer(self, layout: RankLayout, version: int, restart: bool) -> Offered:
+        """Offers a version, after a registration where the gateway was restarted or the pair created again."""
+        deadline = time.monotonic() + self._waits.gateway
+        offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
+        if offered is None:
+            self._register(layout, resumes=True)
+            offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
+        if offered is None:
+            raise PairStateError(f"pair {self._pair} does not know trainer rank {self._rank}; connect again")
+        return offered
 
     def _update(self, layout: RankLayout, boot: str, version: Version) -> UpdateResult:
         """Goes through the update to a version that this rank has offered in a life of the pair."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,20 +214,27 @@ def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) 
     assert "rollout-0 rank 1: tensor 'w' box [a:b] in [some/x] [red]is lost" in " ".join(out.split())
 
 
-def test_status_shows_trainer_ranks_that_are_silent(gateway: str, say: Callable[..., Said]) -> None:
-    """Both had registered, and both are dead: that they had registered was all that was shown."""
-    with GatewayClient(gateway) as client:
+def test_status_shows_ranks_that_are_silent(gateway: str, say: Callable[..., Said]) -> None:
+    """All had registered, and all are dead: that they had registered was all that was shown."""
+    with GatewayClient(gateway) as client, GatewayClient(gateway) as engine:
         settings = {"heartbeat": 0.1, "silence": 0.5}
         client.create_pair("dead", 1, {"rollout-0": {"kind": "worker", "world_size": 1}}, settings)
         client.register_trainer("dead", whole([moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]))
         client.beat("dead/trainer/0", "")
+        engine.beat("dead/instances/rollout-0/ranks/0", "")
         limit = time.monotonic() + 30.0
-        while not client.pair_status("dead")["trainer"]["silent"]:
+        while not all(side["silent"] for side in sides(client.pair_status("dead"))):
             assert time.monotonic() < limit
             time.sleep(0.05)
     status, out, _ = say("status", "--gateway", gateway)
     assert status == 0
     assert re.search(r"pair dead: 1 of 1 trainer ranks registered, ranks 0 SILENT, last heard \d+ s ago", out)
+    assert re.search(r"rollout-0 .* 0 of 1, ranks 0 SILENT ", out)
+
+
+def sides(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    """The trainer of a pair, and its instances."""
+    return [pair["trainer"], *pair["instances"].values()]
 
 
 def test_a_pair_whose_trainer_lives_is_deleted_by_force_alone(gateway: str, say: Callable[..., Said]) -> None:

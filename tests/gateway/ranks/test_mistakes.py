@@ -26,6 +26,7 @@ from weightcast.transfer.errors import (
     AbsentError,
     ControlError,
     CoverageError,
+    DeadlineError,
     DescribeError,
     InputError,
     LayoutError,
@@ -408,6 +409,25 @@ def test_an_engine_may_be_started_before_its_pair(at: str, caplog: pytest.LogCap
     finally:
         serving.close()
     assert not serving.said
+
+
+def test_a_pair_that_is_gone_is_created_again(at: str) -> None:
+    """The error at the next update says how to go on."""
+    client = GatewayClient(at)
+    client.create_pair("gone", 1, {"rollout-0": {"kind": "worker", "world_size": 1}}, {"register": 0.5})
+    training = TrainerWorker(at, "gone", PlainSource({"t": torch.zeros(4)}), rank=0, world_size=1)
+    with pytest.raises(DeadlineError, match="did not register"):
+        training.connect()
+    client.delete_pair("gone", force=True)
+    with pytest.raises(AbsentError, match=r"it was deleted, or .* create it and connect\(\) again on all ranks"):
+        training.update(1)
+    training.close()
+    client.close()
+
+
+def test_an_address_of_https_where_there_is_http(at: str) -> None:
+    with GatewayClient(at.replace("http", "https")) as client, pytest.raises(TransferError, match="it speaks http: "):
+        client.status()
 
 
 def test_a_pair_that_is_not_there_is_an_error_for_a_trainer(at: str) -> None:
