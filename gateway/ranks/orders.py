@@ -74,8 +74,8 @@ class OrderFeed:
             return take
 
         with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
-            futures = [pool.submit(work, name, taker(name)) for name in names]
-            try:
+            try:  # also around the start of threads: Ctrl-C in it leaves one that waits for orders
+                futures = [pool.submit(work, name, taker(name)) for name in names]
                 self._deal(queues, last, seen)
             except BaseException as error:
                 lost(error)
