@@ -100,7 +100,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
                 )
             header = _object(file.read(length), str(path))
     except OSError as error:
-        raise LayoutError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+        raise LayoutError(f"cannot read {str(path)!r}: {error.strerror or error}") from None
     data_start = 8 + length
     return {
         name: StoredTensor(
@@ -115,7 +115,7 @@ def _object(raw: bytes, where: str) -> dict[str, Any]:
     try:
         document = json.loads(raw, object_pairs_hook=_no_twice)
     except (ValueError, RecursionError) as error:
-        raise LayoutError(f"{where!r}: header is not valid JSON ({' '.join(str(error).split())[:200]})") from error
+        raise LayoutError(f"{where!r}: header is not valid JSON ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(document, dict):
         raise LayoutError(f"{where!r}: header is a JSON {type(document).__name__}, expected an object")
     return document

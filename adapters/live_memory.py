@@ -34,6 +34,8 @@ def plain_memory(tensor: torch.Tensor, refused: Callable[[str], DescribeError]) 
     """The tensor without its autograd. Raises the error that `refused` makes of a reason, if it is not plain memory."""
     import torch
 
+    if not isinstance(tensor, torch.Tensor):
+        raise refused(f"it is of type {type(tensor).__name__}, expected a torch tensor")
     view = tensor.detach()
     if type(view) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise refused(f"a {type(view).__name__} is not plain memory, as of a quantised or sharded parameter")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from weightcast.adapters.checkpoint import stored_tensors
 from weightcast.adapters.live_memory import plain_memory
-from weightcast.transfer.errors import DescribeError, LayoutError
+from weightcast.transfer.errors import DescribeError, InputError, LayoutError
 from weightcast.transfer.layout.dtypes import ITEMSIZE, dtype_code, to_torch
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 from weightcast.transfer.layout.tables import LayoutNotes
@@ -30,6 +30,11 @@ class PlainSource:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not isinstance(tensors, Mapping):
+            raise InputError(
+                f"PlainSource takes a mapping of names to tensors, found {type(tensors).__name__}; "
+                "of a model take FsdpSource(model)"
+            )
         self._tensors = tensors
 
     def describe(self) -> RankLayout:
@@ -98,7 +103,7 @@ def _mapped(path: Path) -> torch.UntypedStorage:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise LayoutError(f"cannot map {str(path)!r}: {error}") from error
+        raise LayoutError(f"cannot map {str(path)!r}: {error}") from None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()

@@ -7,20 +7,25 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
-from weightcast.cluster.processes import check_installed
 from weightcast.cluster.ray_actors import EngineActor, Launch, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec, InstanceSpec
-from weightcast.cluster.trainer_ranks import give_back, kept_spec, start_trainer
+from weightcast.cluster.trainer_ranks import Say, give_back, kept_spec, start_trainer, who_is_missing
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
-from weightcast.gateway.ray_address import NAMESPACE, find_actor
+from weightcast.gateway.ray_address import NAMESPACE, find_actor, import_ray
 from weightcast.gateway.server.ray_actor import WORKER_VARIABLE, start_gateway, stop_gateway, worker_token
-from weightcast.transfer.errors import AuthorizationError, ControlError, WeightcastError
+from weightcast.transfer.errors import (
+    AbsentError,
+    AuthorizationError,
+    ControlError,
+    DeadlineError,
+    EngineError,
+    WeightcastError,
+)
 
 __all__ = ["down", "moved", "on_ray", "up"]
-
-Say = Callable[[str], None]
 
 _DRAIN = 60.0
 _MOVE = 900.0
@@ -35,9 +40,7 @@ def on_ray(address: str, **settings: Any) -> Iterator[None]:
 
     "local" begins a cluster of its own, with Ray's `settings`.
     """
-    check_installed("Ray", "ray")
-    import ray
-
+    ray = import_ray()
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -55,8 +58,9 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
     Those that an earlier call has started, and that are no longer in the file, leave and are stopped. Raises
     ControlError where anything else differs.
 
-    All that is started outlives this program, and is stopped again if any step fails. `seconds` limits each step, the
-    wait for an engine's node included.
+    All that is started outlives this program, and is stopped again if any step fails. It stays where only engines are
+    missing that somebody else starts: EngineError names them. `seconds` limits each step, the wait for an engine's node
+    included.
     """
     operator_token = os.environ.get(TOKEN_VARIABLE, "")
     with ExitStack() as undo:
@@ -72,17 +76,57 @@ def up(spec: ClusterSpec, say: Say, seconds: float) -> dict[str, str]:
             if members is None:
                 records = {instance.name: instance.record(urls[instance.name]) for instance in spec.instances}
                 settings, topology = asdict(spec.settings), spec.topology.document if spec.topology else None
-                world, commit = spec.trainer.ranks, spec.commit
-                client.create_pair(spec.pair, world, records, settings, commit=commit, topology=topology)
-                undo.callback(_withdraw, spec, GatewayClient.delete_pair)
+                client.create_pair(
+                    spec.pair,
+                    spec.trainer.ranks,
+                    records,
+                    settings,
+                    commit=spec.commit,
+                    topology=topology,
+                    min_instances=spec.min_instances,
+                )
+                undo.callback(_withdraw, spec, partial(GatewayClient.delete_pair, force=True))
             else:
                 _let_in(client, spec, urls, members, engines, undo)
                 _let_go(client, spec, members, say)
-        if kept_spec(spec.pair, seconds) is None:
-            start_trainer(spec, token, undo, seconds)
-            say(f"{spec.trainer.ranks} trainer ranks are connected")
+            if kept_spec(spec.pair, seconds) is None:
+                _start_trainer(client, spec, token, undo, say, seconds)
+            else:
+                absentees = [f"the engine of instance {name} has not come yet" for name in _awaited(client, spec)]
+                for line in who_is_missing(spec) or absentees:
+                    say(f"pair {spec.pair}: {line}")
         undo.pop_all()
     return urls
+
+
+def _start_trainer(
+    client: GatewayClient, spec: ClusterSpec, token: str, undo: ExitStack, say: Say, seconds: float
+) -> None:
+    """Starts and connects the trainer. Raises EngineError, and undoes nothing, if only others' engines are missing."""
+    try:
+        start_trainer(spec, token, undo, say, seconds)
+    except DeadlineError as error:
+        names = ", ".join(_awaited(client, spec))
+        if not names:
+            raise
+        undo.pop_all()
+        raise EngineError(
+            f"{error}; all that 'up' started stays: start {names}, then run weightcast update {spec.pair} --version N; "
+            "weightcast down takes it back"
+        ) from None
+    say(f"{spec.trainer.ranks} trainer ranks are connected")
+
+
+def _awaited(client: GatewayClient, spec: ClusterSpec) -> list[str]:
+    """Instances whose ranks have not registered, if somebody else is to start them and all else is well."""
+    status = client.pair_status(spec.pair)
+    trainer = status["trainer"]
+    instances = {name: i for name, i in status["instances"].items() if i["phase"] != "left"}
+    names = [name for name, i in instances.items() if len(i["registered"]) < i["world_size"]]
+    started_here = {instance.name for instance in spec.instances if instance.command}
+    is_well = len(trainer["registered"]) == trainer["world_size"] and not trainer["silent"]
+    is_well = is_well and not any(i["phase"] == "failed" for name, i in instances.items() if name not in names)
+    return names if is_well and not started_here.intersection(names) else []
 
 
 def _token_for_ranks(spec: ClusterSpec, operator: str, say: Say) -> str:
@@ -110,8 +154,8 @@ def _known(client: GatewayClient, spec: ClusterSpec, seconds: float) -> set[str]
         if trainer_spec is not None:
             raise ControlError(f"pair {spec.pair} has trainer ranks, but gateway {spec.gateway_url} does not know it")
         return None
-    state = (record["trainer"]["world_size"], record["commit"], record["settings"])
-    target = (spec.trainer.ranks, spec.commit, asdict(spec.settings))
+    state = (record["trainer"]["world_size"], record["commit"], record.get("min_instances"), record["settings"])
+    target = (spec.trainer.ranks, spec.commit, spec.min_instances, asdict(spec.settings))
     if state != target or (
         trainer_spec is not None and replace(trainer_spec, instances=()) != replace(spec, instances=())
     ):
@@ -183,13 +227,16 @@ def _let_in(
 
 
 def _let_go(client: GatewayClient, spec: ClusterSpec, known: set[str], say: Say) -> None:
-    """Stops the engines that are no longer in the file, after they have left."""
+    """Stops the engines that are no longer in the file, after they have left. One that was evicted has left before."""
     names = {instance.name for instance in spec.instances}
-    for name in sorted(known - names):
-        if find_actor(_engine_name(spec.pair, name)) is None:
+    started = {actor.removeprefix(f"{spec.pair}/") for actor in _actors(spec.pair)}
+    engines = {name for name in started if "/" not in name}
+    for name in sorted((known | engines) - names):
+        if name not in engines:
             say(f"{name} is in the pair, but neither in the file nor started from it; it stays")
             continue
-        client.leave_instance(spec.pair, name)
+        with suppress(AbsentError):
+            client.leave_instance(spec.pair, name)
         stop_actor(_engine_name(spec.pair, name))
         say(f"{name} has left and is stopped")
 
@@ -217,7 +264,11 @@ def moved(url: str, spec: ClusterSpec, one: InstanceSpec, token: str | None = No
 def down(spec: ClusterSpec, say: Say) -> None:
     """Stops what `up` started for a pair, and nothing else; the gateway, too, once it has no pair left."""
     if spec.gateway.url is not None or find_actor(spec.gateway.name) is not None:
-        _withdraw(spec, GatewayClient.delete_pair)
+        try:
+            with suppress(AbsentError), GatewayClient(spec.gateway_url) as client:
+                client.delete_pair(spec.pair, force=True)
+        except WeightcastError as error:
+            say(f"pair {spec.pair} is not deleted: {error}")
     for name in _actors(spec.pair):
         stop_actor(name)
         say(f"{name} is stopped")

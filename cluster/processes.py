@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,23 +12,15 @@ from pathlib import Path
 
 import httpx
 
-from weightcast.transfer.errors import EngineError, InputError
+from weightcast.transfer.errors import EngineError
+from weightcast.transfer.transports.addresses import listen
 
-__all__ = ["check_installed", "end_process", "free_port", "running", "start_process", "tail", "wait_up"]
-
-
-def check_installed(name: str, extra: str, module: str | None = None) -> None:
-    """Raises InputError where a module is missing that one of weightcast's extras installs, by default of its name."""
-    with suppress(ModuleNotFoundError):  # of the package that it is in
-        if importlib.util.find_spec(module or extra) is not None:
-            return
-    raise InputError(f"{name} is not installed: pip install 'weightcast[{extra}]'")
+__all__ = ["end_process", "free_port", "running", "start_process", "tail", "wait_up"]
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free now on an address of this host; on all of them for ""."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
+    """A TCP port that is free now on an address of this host; on all of them for 0.0.0.0 or ::."""
+    with listen(address) as probe:
         return int(probe.getsockname()[1])
 
 

@@ -17,11 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from weightcast.adapters.sglang.plugin import ADDRESS_VARIABLE
 from weightcast.cluster.die_with_parent import tethered
 from weightcast.cluster.processes import end_process, free_port, start_process, wait_up
+from weightcast.gateway.addresses import ADDRESS_VARIABLE, http_url
 from weightcast.gateway.ranks.host import HOST_VARIABLE, host_name
-from weightcast.gateway.ray_address import NAMESPACE, find_actor, http_address
+from weightcast.gateway.ray_address import NAMESPACE, find_actor, http_address, node_address
 from weightcast.transfer.errors import EngineError, InputError, WeightcastError
 
 __all__ = [
@@ -109,13 +109,11 @@ class _OnNode:
 
     def address(self) -> str:
         """The IP address of its node."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())
+        return node_address()
 
     def free_port(self) -> int:
         """A TCP port that is free on its node now."""
-        return free_port("")
+        return free_port("::" if ":" in self.address() else "0.0.0.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ class EngineActor(_OnNode):
         import ray
 
         host, port = self.address(), self.free_port()
-        self._url, self._health = f"http://{host}:{port}", launch.health
+        self._url, self._health = http_url(host, port), launch.health
         self._log = Path(launch.log or tempfile.mkstemp(prefix="weightcast-engine-", suffix=".log")[1])
         # Its ranks are no actors, so they have to be told where they are.
         cluster = str(ray.get_runtime_context().gcs_address)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from weightcast.gateway.ray_address import NAME
-from weightcast.gateway.records import Backend, CommitPolicy, EngineSpec, Ranks
+from weightcast.gateway.records import Backend, CommitPolicy, EngineSpec, Needed, Ranks
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import InputError
@@ -120,6 +120,7 @@ class ClusterSpec(Record):
     ray: RaySpec = field(default_factory=RaySpec)
     gateway: GatewaySpec = field(default_factory=GatewaySpec)
     commit: CommitPolicy = "each"
+    min_instances: Needed | None = None
     settings: Settings = field(default_factory=Settings)
     topology: Topology | None = None
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from weightcast.cluster.ray_actors import CONNECTED, RankActor, RankPlace, answered, spawn, stop_actor
 from weightcast.cluster.spec import ClusterSpec
-from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ray_address import find_actor
-from weightcast.transfer.errors import ControlError, EngineError
+from weightcast.gateway.records import wait_lines
+from weightcast.gateway.reminder import SAY_SECONDS, Reminder
+from weightcast.transfer.errors import ControlError, DeadlineError, EngineError, WeightcastError
+from weightcast.transfer.layout.summaries import number_ranges
+from weightcast.transfer.transports.addresses import host_port
 
-__all__ = ["begin", "give_back", "heard", "kept_spec", "start_trainer", "update"]
+if TYPE_CHECKING:
+    from weightcast.gateway.ranks.trainer import UpdateResult
 
+__all__ = ["Say", "begin", "give_back", "heard", "kept_spec", "start_trainer", "update", "who_is_missing"]
+
+Say = Callable[[str], None]
+_ASKED = 5.0
+"""Seconds that a gateway may take to say who is missing."""
 _LEAST = 0.001
 """CPUs of a bundle for ranks that ask for nothing: Ray has no empty ones."""
 
@@ -32,8 +43,11 @@ def kept_spec(pair: str, seconds: float) -> ClusterSpec | None:
     return spec
 
 
-def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float) -> None:
-    """Starts all ranks and connects them; `token` is what they show to the gateway. `undo` gets what stops them."""
+def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, say: Say, seconds: float) -> None:
+    """Starts all ranks and connects them; `token` is what they show to the gateway. `undo` gets what stops them.
+
+    Meanwhile `say` is told who is missing. Raises DeadlineError naming them.
+    """
     environment = {TOKEN_VARIABLE: token, **spec.trainer.environment}
     options = {"max_restarts": spec.trainer.restarts, **spec.trainer.options}
     undo.callback(give_back, spec.pair)
@@ -42,7 +56,7 @@ def start_trainer(spec: ClusterSpec, token: str, undo: ExitStack, seconds: float
         name = _name(spec.pair, rank)
         actors.append(spawn(RankActor, name, environment, spec, detached=True, **{**options, **placement}))
         undo.callback(stop_actor, name)
-    _begin(actors, spec, seconds)
+    _begin(actors, spec, say, seconds)
 
 
 def _reserve(spec: ClusterSpec, seconds: float) -> list[dict[str, Any]]:
@@ -84,27 +98,27 @@ def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
     return {name: count for name, count in counts.items() if count} or {"CPU": _LEAST}
 
 
-def _begin(actors: list[Any], spec: ClusterSpec, seconds: float) -> None:
+def _begin(actors: list[Any], spec: ClusterSpec, say: Say, seconds: float) -> None:
     """Has every rank describe itself and connect."""
     begin(actors, seconds, "weightcast.cluster.trainer_rank:serve", spec)
-    _hear_all(actors, CONNECTED, seconds)
+    _hear_all(actors, CONNECTED, spec, say, seconds)
 
 
 def begin(actors: list[Any], seconds: float, function: str, *arguments: object) -> None:
     """Runs `module:name` on every rank, with its place, the arguments and a Mail, and returns at once."""
     futures = [actor.address.remote() for actor in actors]
     addresses = [answered(future, f"trainer rank {rank}", seconds) for rank, future in enumerate(futures)]
-    rendezvous = f"{addresses[0]}:{answered(actors[0].free_port.remote(), 'trainer rank 0', seconds)}"
+    rendezvous = host_port(addresses[0], answered(actors[0].free_port.remote(), "trainer rank 0", seconds))
     for rank, (actor, address) in enumerate(zip(actors, addresses, strict=True)):
         call = actor.begin.remote(function, RankPlace(rank, address, rendezvous), *arguments)
         answered(call, f"trainer rank {rank}", seconds)
 
 
-def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
-    """Has trainer ranks that `up` started send their weights as `version`; returns the gateway's record by instance.
+def update(pair: str, version: int, say: Say, seconds: float, *, restart: bool = False) -> UpdateResult:
+    """Has trainer ranks that `up` started send their weights as `version`, of a new lineage with `restart`.
 
-    If one of them was started again, all begin and connect anew first. Raises what the update raised, and ControlError
-    if there are no such ranks.
+    Meanwhile `say` is told who is missing. If one of them was started again, all begin and connect anew first. Raises
+    what the update raised, and ControlError if there are no such ranks.
     """
     import ray
 
@@ -118,11 +132,10 @@ def update(pair: str, version: int, seconds: float) -> dict[str, Any]:
         ray.get([actor.tell.remote(None) for actor in actors])
         if not all(ray.get([actor.finish.remote(seconds) for actor in actors])):
             raise EngineError(f"pair {pair}: trainer ranks do not end within {seconds:g} s")
-        _begin(actors, spec, seconds)
-    ray.get([actor.tell.remote(version) for actor in actors])
-    records = _hear_all(actors, version, seconds)[0]
-    assert isinstance(records, dict)
-    return records
+        _begin(actors, spec, say, seconds)
+    call = uuid.uuid4().hex  # a late answer to an earlier call of the same version is not one to this
+    ray.get([actor.tell.remote((call, version, restart)) for actor in actors])
+    return cast("UpdateResult", _hear_all(actors, call, spec, say, seconds)[0])
 
 
 def _answer(actor: Any, method: str, seconds: float) -> Any:
@@ -139,12 +152,22 @@ def _answer(actor: Any, method: str, seconds: float) -> Any:
             time.sleep(0.2)
 
 
-def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
+def _hear_all(actors: list[Any], about: object, spec: ClusterSpec, say: Say, seconds: float) -> list[object]:
     """The message of each rank about something; late messages about something else are passed over.
 
-    Raises the error that one of them sends, and EngineError for one that has ended or says nothing.
+    Meanwhile `say` is told who is missing. Raises the error that a rank sends, EngineError for a rank that has ended,
+    and DeadlineError naming who is missing.
     """
     messages: dict[int, object] = {}
+
+    def silent_ranks() -> str:
+        return number_ranges(rank for rank in range(len(actors)) if rank not in messages)
+
+    def remind() -> None:
+        for line in who_is_missing(spec) or [f"trainer ranks {silent_ranks()} have not answered yet"]:
+            say(f"pair {spec.pair}: {line}")
+
+    reminder = Reminder(remind, SAY_SECONDS, SAY_SECONDS)
     deadline = time.monotonic() + seconds
     while len(messages) < len(actors) and time.monotonic() < deadline:
         futures = {rank: actor.hear.remote(1.0) for rank, actor in enumerate(actors) if rank not in messages}
@@ -152,13 +175,21 @@ def _hear_all(actors: list[Any], about: object, seconds: float) -> list[object]:
             message = heard(future, rank, seconds)
             if isinstance(message, tuple) and message[0] == about:
                 messages[rank] = message[1]
+        reminder.tick()
     for message in messages.values():
         if isinstance(message, Exception):
             raise message
-    silent_ranks = [rank for rank in range(len(actors)) if rank not in messages]
-    if silent_ranks:
-        raise EngineError(f"trainer ranks {', '.join(map(str, silent_ranks))} said nothing for {seconds:g} s")
+    if len(messages) < len(actors):
+        lines = who_is_missing(spec) or [f"trainer ranks {silent_ranks()} said nothing"]
+        raise DeadlineError(f"pair {spec.pair}: not done within {seconds:g} s: {'; '.join(lines)}")
     return [messages[rank] for rank in range(len(actors))]
+
+
+def who_is_missing(spec: ClusterSpec) -> list[str]:
+    """The waits of a pair under way, a line each; empty if there are none, or the gateway does not tell."""
+    with suppress(WeightcastError), GatewayClient(spec.gateway_url, timeout=_ASKED) as client:
+        return wait_lines(client.waiting(spec.pair))
+    return []
 
 
 def heard(future: Any, rank: int, seconds: float) -> object:

@@ -6,6 +6,7 @@
 - `inspect`: `weightcast inspect`
 - `load`: `weightcast load`
 - `options`: options and output that several commands share
+- `pairs`: `weightcast pairs`, `delete`, `leave` and `join`
 - `plan`: `weightcast plan`
 - `status`: `weightcast status`
 """

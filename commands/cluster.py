@@ -26,6 +26,9 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("update", help="have the trainer ranks that 'up' started send their weights")
     parser.add_argument("pair")
     parser.add_argument("--version", type=int, required=True)
+    parser.add_argument(
+        "--restart", action="store_true", help="begin a new lineage: for a trainer that resumes from an older step"
+    )
     parser.add_argument("--ray", default="auto", metavar="ADDRESS", help="the Ray cluster (auto)")
     parser.add_argument("--deadline", type=float, default=900.0, help="seconds (900)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -65,5 +68,5 @@ def _update(arguments: argparse.Namespace) -> None:
     from weightcast.cluster.trainer_ranks import update
 
     with on_ray(arguments.ray):
-        records = update(arguments.pair, arguments.version, arguments.deadline)
-    show_update(arguments.version, records, arguments.json)
+        result = update(arguments.pair, arguments.version, _say, arguments.deadline, restart=arguments.restart)
+    show_update(result.stamp, result.instances, arguments.json)

@@ -7,8 +7,9 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING
 
 from weightcast.commands.options import Commands
 from weightcast.demo.config import DEFAULT_SERVERS, DemoConfig, MegatronConfig, ServerConfig, VersionOutcome
+from weightcast.gateway.reminder import SAY_SECONDS
 from weightcast.transfer.errors import InputError
+from weightcast.transfer.transports.addresses import bare
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["add"]
+__all__ = ["Steps", "add"]
 
 _OPTIONS = ("model", "prelude", "versions", "steps", "dtype", "deadline", "ray", "share")
 """Options that the settings of the demo have by the same names."""
@@ -73,6 +76,7 @@ def add(commands: Commands) -> None:
         help="engines read the trainer's weights where they lie in memory (in_place), or a staging buffer, and the "
         "trainer's weights are offloaded while they generate (staged)",
     )
+    parser.add_argument("--host", type=bare, help="address of this machine to use (127.0.0.1)")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each step (300)")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.set_defaults(run=_run)
@@ -88,6 +92,10 @@ def _config(arguments: argparse.Namespace, work: Path) -> DemoConfig:
         raise InputError("--trainer-layout is for --trainer megatron; FSDP2 shards over all trainer processes")
     trainers = arguments.trainers if arguments.trainers is not None else megatron.ranks if megatron else 2
     options = {name: getattr(arguments, name) for name in _OPTIONS}
+    if arguments.host is not None:
+        if arguments.ray is not None:
+            raise InputError("--host is for plain processes; with --ray they are at the addresses of Ray's nodes")
+        options["host"] = arguments.host
     return DemoConfig(work=work, trainers=trainers, megatron=megatron, servers=servers or DEFAULT_SERVERS, **options)
 
 
@@ -96,13 +104,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from weightcast.demo.run import run_demo
 
     start = time.monotonic()
-    with _progress(2 + len(config.servers) + config.versions) as (progress, task):
+    with _progress(4 + len(config.servers) + config.versions) as (progress, task):
+
+        def show(text: str) -> None:
+            progress.console.print(f"[{time.monotonic() - start:5.1f} s] {text}", markup=False, highlight=False)
 
         def say(text: str) -> None:
-            progress.console.print(f"[{time.monotonic() - start:5.1f} s] {text}", markup=False, highlight=False)
+            steps.say(text)
             progress.update(task, advance=1)
 
-        outcomes, faults = run_demo(config, say)
+        with Steps(show) as steps:
+            outcomes, faults = run_demo(config, say)
     seconds = time.monotonic() - start
     if arguments.json:
         print(json.dumps({"outcomes": [asdict(o) for o in outcomes], "faults": faults, "seconds": seconds}))
@@ -112,6 +124,39 @@ def _run(arguments: argparse.Namespace) -> int:
     for fault in faults:
         print(f"weightcast demo: {fault}", file=sys.stderr)
     return 4 if faults else 0
+
+
+class Steps:
+    """Steps of a run. Shows each, and again whenever it has taken `seconds` more: servers take a minute to start."""
+
+    def __init__(self, show: Callable[[str], None], seconds: float = SAY_SECONDS) -> None:
+        self._show, self._seconds = show, seconds
+        self._step, self._over = "", False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._remind, name="weightcast-demo-steps", daemon=True)
+
+    def __enter__(self) -> Steps:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        self._thread.join()
+
+    def say(self, step: str) -> None:
+        """Shows a step that begins."""
+        with self._changed:
+            self._step = step
+            self._show(step)
+            self._changed.notify()
+
+    def _remind(self) -> None:
+        with self._changed:
+            while not self._over:
+                if not self._changed.wait(self._seconds) and self._step:
+                    self._show(f"still at: {self._step.partition(';')[0]}")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import argparse
 import json
 
 from weightcast.commands.options import Commands, add_gateway_option
+from weightcast.transfer.errors import CoverageError
 
 __all__ = ["add"]
 
@@ -19,11 +20,13 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> int:
     from weightcast.gateway.client import GatewayClient
 
     with GatewayClient(arguments.gateway) as client:
+        table = client.inspect(arguments.pair, arguments.instance)
         if arguments.json:
-            print(json.dumps(client.inspect(arguments.pair, arguments.instance)))
+            print(json.dumps(table))
         else:
             print(client.inspect_text(arguments.pair, arguments.instance))
+    return 0 if table["complete"] else CoverageError.exit_status

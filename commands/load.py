@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from weightcast.commands.options import Commands, add_gateway_option, read_file, show_update
-from weightcast.transfer.errors import InputError
+from weightcast.commands.options import Commands, add_gateway_option, read_engine, read_file, show_update
+from weightcast.transfer.errors import InputError, WeightcastError
 from weightcast.transfer.planner.topology import read_topology
 
 __all__ = ["add"]
@@ -33,9 +32,9 @@ def add(commands: Commands) -> None:
         "--topology",
         type=Path,
         metavar="FILE",
-        help="speeds of links as for 'weightcast plan --simulate': ranks of an engine pass on what they receive alike",
+        help="speeds of links as for 'weightcast plan --simulate': ranks of an engine forward weights that they share",
     )
-    parser.add_argument("--address", default="127.0.0.1", help="where engines reach this process (127.0.0.1)")
+    parser.add_argument("--address", help="where engines reach this process (its end of the gateway's connection)")
     add_gateway_option(parser)
     parser.set_defaults(run=_run)
 
@@ -45,31 +44,28 @@ def _run(arguments: argparse.Namespace) -> None:
     from weightcast.gateway.client import GatewayClient
     from weightcast.gateway.ranks.trainer import TrainerWorker
 
-    instances = dict(_instance(text) for text in arguments.instance)
+    instances = dict(read_engine(text) for text in arguments.instance)
     source = CheckpointSource(arguments.checkpoint)
     topology = read_topology(read_file(arguments.topology)).document if arguments.topology else None
     source.describe()  # a fault of the checkpoint is told before anything is asked of an engine
     with GatewayClient(arguments.gateway) as client:
         if arguments.pair in [pair["pair"] for pair in client.status()]:
-            raise InputError(f"there is a pair {arguments.pair!r} already; give another name as --pair")
+            raise InputError(
+                f"there is a pair {arguments.pair!r} already; give another name as --pair, or remove what an earlier "
+                f"run has left with 'weightcast delete {arguments.pair} --force'"
+            )
         client.create_pair(arguments.pair, 1, instances, topology=topology)
         worker = TrainerWorker(
             arguments.gateway, arguments.pair, source, rank=0, world_size=1, address=arguments.address
         )
         try:
             worker.connect()
-            records = worker.update(arguments.version).instances
+            result = worker.update(arguments.version)
+        except BaseException:
+            with suppress(WeightcastError):  # what has failed before says more than that this fails, too
+                client.delete_pair(arguments.pair, force=True)
+            raise
         finally:
             worker.close()
-            client.delete_pair(arguments.pair)
-    show_update(arguments.version, records, arguments.json)
-
-
-def _instance(text: str) -> tuple[str, dict[str, Any]]:
-    """The name and the engine record of an `--instance`. Raises InputError."""
-    try:
-        record = json.loads(text)
-        name = record.pop("name")
-    except (ValueError, AttributeError, KeyError, TypeError):
-        raise InputError(f"instance {text!r} is not a JSON object with a name") from None
-    return name, record
+        client.delete_pair(arguments.pair, force=True)
+    show_update(result.stamp, result.instances, arguments.json)

@@ -7,6 +7,7 @@ import itertools
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from weightcast.transfer.errors import InputError
 from weightcast.transfer.plan.operations import TransferPlan
 from weightcast.transfer.plan.traffic import Traffic, traffic_of
 from weightcast.transfer.planner.planner import plan_transfer
-from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, read_topology
+from weightcast.transfer.planner.topology import LINK_NAMES, Hosts, Topology, read_topology
 
 __all__ = ["add"]
 
+RANKS_PER_HOST = 8
+"""Ranks of a simulated host, unless layouts or topology say otherwise."""
 _MOST_REDUNDANT = 1 << 14
 """Slots beyond the experts of a layer: far more than an instance has, and few enough to make layouts of."""
 
@@ -57,7 +60,7 @@ def add(commands: Commands) -> None:
         type=Path,
         metavar="TOPOLOGY",
         help="TOML or JSON with nic_gbps and optionally nvlink_gbps, memory_gbps, latency_us, nic_per_host, "
-        "ranks_per_host, colocated, between_instances: predict the time of each rank",
+        f"ranks_per_host ({RANKS_PER_HOST}), colocated, between_instances: predict the time of each rank",
     )
     cluster.add_argument("--no-relays", dest="relays", action="store_false", help="all boxes straight from the trainer")
     cluster.add_argument("--picture", type=Path, metavar="HTML", help="draw the load of each rank")
@@ -68,7 +71,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     if arguments.picture and not arguments.simulate:
         raise InputError("--picture draws a simulation: give --simulate TOPOLOGY too")
     bundle = _of_shape(arguments) if arguments.shape else read_bundle(read_file(arguments.layouts))
-    topology = read_topology(read_file(arguments.simulate)) if arguments.simulate else None
+    topology = _topology(arguments.simulate) if arguments.simulate else None
     hosts = Hosts.of(bundle.trainer_hosts, list(bundle.instance_hosts.values()), topology)
     start = time.perf_counter()
     plan = plan_transfer(
@@ -96,6 +99,12 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(_verdict(simulation, plan, traffic))
     else:
         print(_plan_table(plan, traffic, seconds, checked=arguments.check))
+
+
+def _topology(path: Path) -> Topology:
+    """The topology in a file. Where it does not say how many ranks a host has, they are as many as a host has GPUs."""
+    topology = read_topology(read_file(path))
+    return replace(topology, ranks_per_host=topology.ranks_per_host or RANKS_PER_HOST)
 
 
 def _write(path: Path, text: str) -> None:

@@ -81,8 +81,9 @@ class DemoConfig:
     """Settings of a run. `model` is a checkpoint folder; None makes a small Qwen3-MoE. `work` holds model and logs.
 
     `megatron` None means FSDP2. `ray` is the address of a Ray cluster to run on, "local" for one made for it, None for
-    plain processes. `prelude` is a Python file that each trainer process runs before anything of its framework is
-    imported. `share` is the way in which the trainer exports weights to the engines, which are then all on its host.
+    plain processes. `host` is the address of this machine at which all processes are. `prelude` is a Python file that
+    each trainer process runs before anything of its framework is imported. `share` is the way in which the trainer
+    exports weights to the engines, which are then all on its host.
     """
 
     work: Path
@@ -97,6 +98,7 @@ class DemoConfig:
     new_tokens: int = 24
     deadline: float = 300.0
     ray: str | None = None
+    host: str = "127.0.0.1"
     share: Share = None
 
     def log(self, process: str) -> Path:

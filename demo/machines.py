@@ -17,11 +17,12 @@ from weightcast.cluster.processes import free_port
 from weightcast.cluster.ray_actors import EngineActor, RankActor, RankPlace, answered, end_actor, spawn
 from weightcast.cluster.trainer_ranks import begin, heard
 from weightcast.demo.config import DemoConfig, ServerConfig
-from weightcast.demo.processes import HOST, Server, server_launch, start_gateway, start_server
+from weightcast.demo.processes import Server, server_launch, start_gateway, start_server
 from weightcast.demo.trainer import train
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.gateway.server import ray_actor
 from weightcast.transfer.errors import EngineError
+from weightcast.transfer.transports.addresses import host_port
 
 __all__ = ["Machines", "RayMachines", "Trainers"]
 
@@ -81,8 +82,9 @@ class Machines(ExitStack):
 
     def start_trainers(self, url: str) -> Trainers:
         """Starts all trainer ranks with the gateway's address."""
-        rendezvous = f"{HOST}:{free_port()}"
-        places = [RankPlace(rank, HOST, rendezvous) for rank in range(self._config.trainers)]
+        host = self._config.host
+        rendezvous = host_port(host, free_port(host))
+        places = [RankPlace(rank, host, rendezvous) for rank in range(self._config.trainers)]
         ranks = [self.enter_context(_RankProcess.start(place, self._config, self._model, url)) for place in places]
         return Trainers(ranks, self._config.deadline)
 
@@ -128,7 +130,7 @@ class RayMachines(Machines):
     """Runs them as actors of a cluster: of the one at `config.ray`, or for "local" of one that ends with the demo."""
 
     def start_gateway(self) -> str:
-        local = {"num_cpus": os.cpu_count(), "_node_ip_address": HOST, "include_dashboard": False}
+        local = {"num_cpus": os.cpu_count(), "_node_ip_address": self._config.host, "include_dashboard": False}
         address = str(self._config.ray)
         self.enter_context(on_ray(address, **local if address == "local" else {}))
         state = self._config.work / "gateway.db"

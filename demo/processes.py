@@ -17,21 +17,20 @@ import httpx
 from weightcast.cluster.processes import free_port, running, tail, wait_up
 from weightcast.cluster.ray_actors import Launch
 from weightcast.demo.config import DemoConfig, ServerConfig
+from weightcast.gateway.addresses import http_url
 from weightcast.gateway.client import TOKEN_VARIABLE
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["Server", "server_launch", "start_gateway", "start_server"]
 
-HOST = "127.0.0.1"
-
 
 @contextmanager
 def start_gateway(config: DemoConfig, token: str) -> Iterator[str]:
     """Runs a gateway on a free port; yields its URL once it answers."""
-    port, log = free_port(), config.log("gateway")
-    command = [sys.executable, "-m", "weightcast", "gateway", "--port", str(port)]
+    port, log = free_port(config.host), config.log("gateway")
+    command = [sys.executable, "-m", "weightcast", "gateway", "--host", config.host, "--port", str(port)]
     with running(command, log, {TOKEN_VARIABLE: token}) as process:
-        url = f"http://{HOST}:{port}"
+        url = http_url(config.host, port)
         wait_up(process, f"{url}/pairs", log, config.deadline, {"Authorization": f"Bearer {token}"})
         yield url
 
@@ -39,9 +38,9 @@ def start_gateway(config: DemoConfig, token: str) -> Iterator[str]:
 @contextmanager
 def start_server(spec: ServerConfig, config: DemoConfig, model: Path, token: str) -> Iterator[Server]:
     """Starts a server without waiting: call `wait_up` when all are started."""
-    port, log = free_port(), config.log(spec.name)
-    launch, url = server_launch(spec, config, model, token), f"http://{HOST}:{port}"
-    with running(launch.filled(HOST, port), log, launch.environment) as process:
+    port, log = free_port(config.host), config.log(spec.name)
+    launch, url = server_launch(spec, config, model, token), http_url(config.host, port)
+    with running(launch.filled(config.host, port), log, launch.environment) as process:
         yield Server(spec, url, log, partial(wait_up, process, f"{url}/health", log))
 
 
@@ -79,9 +78,7 @@ class Server:
             response = httpx.post(f"{self.url}/generate", json=body, timeout=120.0, trust_env=False)
             response.raise_for_status()
         except httpx.HTTPError as error:
-            raise EngineError(
-                f"{self.spec.name}: generate failed: {error}; see {self.log}: {tail(self.log)}"
-            ) from error
+            raise EngineError(f"{self.spec.name}: generate failed: {error}; see {self.log}: {tail(self.log)}") from None
         return dict(response.json())
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from weightcast.cluster.processes import check_installed
 from weightcast.demo.colocated import describe_step
 from weightcast.demo.config import LOSS_LIMIT, DemoConfig, VersionOutcome
 from weightcast.demo.machines import Machines, RayMachines, Trainers
@@ -23,6 +22,7 @@ from weightcast.demo.trainer import Reference
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.server.tokens import make_token
 from weightcast.transfer.errors import EngineError, InputError
+from weightcast.transfer.installed import check_installed
 
 __all__ = ["reference_faults", "run_demo"]
 
@@ -39,11 +39,15 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     if config.prelude is not None and not config.prelude.is_file():
         raise InputError(f"--trainer-prelude {config.prelude} is not a file")
     check_installed("SGLang", "sglang")
+    check_installed("Transformers", "sglang", "transformers")
     if config.ray is not None:
         check_installed("Ray", "ray")
     if config.megatron is not None:
         check_installed("Megatron-Core", "megatron", "megatron.core")
-    config.work.mkdir(parents=True, exist_ok=True)
+    try:
+        config.work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make --work {config.work}: {error.strerror}") from None
     model = _model(config, say)
     if config.megatron is not None:
         check_megatron(config, config.megatron, model)
@@ -51,13 +55,20 @@ def run_demo(config: DemoConfig, say: Say) -> tuple[list[VersionOutcome], list[s
     # Read by the trainer processes; never on a command line.
     os.environ |= {TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
     with _ending_on_sigterm(), (RayMachines if config.ray else Machines)(config, model, token) as machines:
-        say("starting the gateway and " + ", ".join(f"{s.name} ({s})" for s in config.servers))
+        say(
+            f"starting the gateway and {', '.join(f'{s.name} ({s})' for s in config.servers)}; servers take half a "
+            f"minute to two, their logs are in {config.work}"
+        )
         url = machines.start_gateway()
         servers = [machines.start_server(spec) for spec in config.servers]
         for server in servers:
             server.wait_up(config.deadline)
             say(f"{server.spec.name} is up")
         _create_pair(config, url, token, servers)
+        say(
+            f"starting {config.trainers} trainer ranks; then {config.versions} versions are trained, transferred and "
+            "compared with a reference model, 5 to 20 s each"
+        )
         trainers = machines.start_trainers(url)
         if config.share is not None:
             trainers.send({server.spec.name: server.url for server in servers})
@@ -88,9 +99,11 @@ def _model(config: DemoConfig, say: Say) -> Path:
 
 def _create_pair(config: DemoConfig, url: str, token: str, servers: list[Server]) -> None:
     hold = config.share is not None  # the colocated cycle lets them go on
-    instances = {
-        s.spec.name: {"kind": "sglang", "url": s.url, "world_size": s.spec.world_size, "hold": hold} for s in servers
-    }
+    instances = {}
+    for server in servers:
+        pause = "retract" if server.spec.pp == 1 else "abort"  # the one mode that stops pipeline stages
+        record = {"kind": "sglang", "url": server.url, "world_size": server.spec.world_size}
+        instances[server.spec.name] = {**record, "pause": pause, "hold": hold}
     deadlines = dict.fromkeys(("register", "join", "prepare", "transfer", "verify", "engine"), config.deadline)
     with GatewayClient(url, token) as client:
         client.create_pair("demo", config.trainers, instances, deadlines)

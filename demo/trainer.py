@@ -109,7 +109,7 @@ class _Rank:
         self._batches = [torch.tensor(rows) for rows in text_batches(folder, vocabulary)]
         self._optimizer_file = config.work / f"optimizer-{place.rank}.pt"
         self._weights = StoredWeights(self._training.source, config.work / f"weights-{place.rank}.pt")
-        self._result, self._loss, self._trainer_loss = UpdateResult(0, {}), 0.0, 0.0
+        self._result, self._loss, self._trainer_loss = UpdateResult(0, "0", {}), 0.0, 0.0
         self.worker = TrainerWorker(
             url,
             "demo",

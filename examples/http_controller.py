@@ -42,13 +42,12 @@ class Controller:
         """Until every rank of the trainer has registered and every instance is connected."""
         while True:
             status = self.ask("GET", f"/pairs/{pair}").json()
-            failed = {name: i["reason"] for name, i in status["instances"].items() if i["phase"] == "failed"}
+            instances = {name: i for name, i in status["instances"].items() if i["phase"] != "left"}
+            failed = {name: i["reason"] for name, i in instances.items() if i["phase"] == "failed"}
             if failed:
                 raise SystemExit(f"not connected: {failed}")
             ranks = len(status["trainer"]["registered"])
-            if ranks == status["trainer"]["world_size"] and all(
-                i["phase"] in CONNECTED for i in status["instances"].values()
-            ):
+            if ranks == status["trainer"]["world_size"] and all(i["phase"] in CONNECTED for i in instances.values()):
                 return
             time.sleep(0.2)
 
@@ -59,8 +58,10 @@ class Controller:
             if response.status_code == httpx.codes.OK:
                 return dict(response.json())
 
-    def serving(self, pair: str) -> dict[str, int | None]:
-        """The version of each instance, None for one that may not be asked for tokens now."""
+    def serving(self, pair: str) -> dict[str, int | str | None]:
+        """The version of each instance, None for one that may not be asked for tokens now; text as "81@2" of a version
+        that a trainer made after it had resumed from an older step.
+        """
         instances = self.ask("GET", f"/pairs/{pair}").json()["instances"]
         return {name: i["version"] if i["serves"] else None for name, i in instances.items()}
 

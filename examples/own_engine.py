@@ -3,18 +3,18 @@
     WEIGHTCAST_TOKEN=... python examples/own_engine.py http://127.0.0.1:8900 main rollout-1
 
 The trainer's side creates the pair, with `{"kind": "worker", "world_size": 1}` for an instance of that name, and holds
-the same tensors; `examples/own_trainer.py` is the one for this. Start either first.
+the same tensors; `examples/own_trainer.py` is the one for this. Start either first: `serve` waits for its pair. The
+loop outlives its gateway: it goes on with the version that it has.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
 
 import torch
 
-from weightcast import GatewayClient, InstanceWorker, LayoutBuilder, RankLayout, RankPlacement
+from weightcast import InstanceWorker, LayoutBuilder, RankLayout, RankPlacement
 
 
 class MySink:
@@ -35,9 +35,6 @@ class MySink:
 
 def main(url: str, pair: str, instance: str) -> None:
     weights = {"model.norm.weight": torch.zeros(64)}
-    with GatewayClient(url) as client:
-        while pair not in [known["pair"] for known in client.status()]:
-            time.sleep(1.0)
     worker = InstanceWorker(url, pair, instance, MySink(weights), rank=0, world_size=1)
     while True:
         if (version := worker.serve(wait=1.0)) is not None:

@@ -39,13 +39,7 @@ class TrainRank:
     def __init__(self, rank: int, world_size: int, token: str) -> None:
         self.weights = {f"model.layers.{rank}.weight": torch.zeros(HIDDEN)}
         self.worker = TrainerWorker(
-            GATEWAY,
-            PAIR,
-            PlainSource(self.weights),
-            rank=rank,
-            world_size=world_size,
-            token=token,
-            address=ray.util.get_node_ip_address(),
+            GATEWAY, PAIR, PlainSource(self.weights), rank=rank, world_size=world_size, token=token
         )
 
     def connect(self) -> None:
@@ -66,8 +60,7 @@ class Engine:
 
     def __init__(self, layers: int, token: str) -> None:
         self.weights = {f"model.layers.{layer}.weight": torch.full((HIDDEN,), float("nan")) for layer in range(layers)}
-        address = ray.util.get_node_ip_address()
-        self.worker = InstanceWorker(GATEWAY, PAIR, INSTANCE, self, rank=0, world_size=1, token=token, address=address)
+        self.worker = InstanceWorker(GATEWAY, PAIR, INSTANCE, self, rank=0, world_size=1, token=token)
         threading.Thread(target=self.run, daemon=True).start()
 
     def describe(self) -> RankLayout:

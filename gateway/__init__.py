@@ -7,8 +7,10 @@
 - `ranks`: workers on the ranks of trainer and instances, which follow the gateway's orders
 - `colocated`: cycle of a run in which trainer and engines share devices
 - `records`: records of pairs, engines, orders and updates, which both ends share
+- `reminder`: moments at which a rank that waits says so
 - `settings`: every deadline, interval and limit of the control plane, with its default
+- `versions`: numbers of a trainer in lineages, with their stamps
 - `incarnations`: processes that register as trainer ranks, and those of them that are believed
-- `addresses`: checks of URLs, and the certificates to trust
+- `addresses`: URLs, places of ranks, certificates to trust and keys of engines
 - `ray_address`: `ray://NAME`, the address of a gateway that is an actor of Ray
 """

@@ -18,9 +18,13 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weightcast.gateway.addresses import transport_to, trusted
+from weightcast.gateway.addresses import UNKNOWN, Place, transport_to, trusted
 from weightcast.gateway.incarnations import HEADER, Incarnation
-from weightcast.gateway.records import Order
+from weightcast.gateway.ray_address import SCHEME, node_address
+from weightcast.gateway.records import Order, WaitRecord
+from weightcast.gateway.reminder import Reminder
+from weightcast.gateway.versions import Version
+from weightcast.transfer.documents import as_json
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -30,24 +34,30 @@ from weightcast.transfer.errors import (
     WeightcastError,
     error_named,
 )
-from weightcast.transfer.layout.tables import RankReport
+from weightcast.transfer.layout.tables import RankReport, TensorSpec
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.operations import RankPart
 from weightcast.transfer.planner.topology import Topology
+from weightcast.transfer.transports.addresses import numeric
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
-__all__ = ["TOKEN_VARIABLE", "GatewayClient", "Orders", "Registered", "Seat"]
+__all__ = ["TOKEN_VARIABLE", "Begun", "GatewayClient", "Offered", "Orders", "Registered", "Seat", "check_token"]
 
 TOKEN_VARIABLE = "WEIGHTCAST_TOKEN"
 """Environment variable that holds the bearer token."""
 POLL = 20.0
 """Seconds of one long poll at most."""
-_LATER = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
+_GONE = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
+"""Answers of a gateway that is stopping, and of a proxy in front of one that is not there."""
+_LATER = (httpx.codes.TOO_MANY_REQUESTS, *_GONE)
 _AGAIN = 0.2
 """Seconds between two attempts to reach a gateway that is not there."""
 _ONCE = 1.0
 """Seconds that one attempt may take to reach a gateway that has been gone for longer than `outage`."""
+
+_ENDING = 300.0
+"""Seconds in which a connect or update ends that is called off: calls to an engine are waited for."""
 
 
 class Orders(NamedTuple):
@@ -64,6 +74,23 @@ class Registered(NamedTuple):
     generation: int
     first_order: int
     boot: str
+
+
+class Offered(NamedTuple):
+    """Life of the pair that has taken an offer, and the version that the pair makes of it."""
+
+    boot: str
+    version: Version
+
+
+class Begun(NamedTuple):
+    """Instances of an update that has begun, none when it is over; the number of its first order; and how many of its
+    instances it needs, None for all.
+    """
+
+    instances: list[str]
+    first_order: int
+    min_instances: int | None
 
 
 class Seat(NamedTuple):
@@ -86,6 +113,16 @@ class Seat(NamedTuple):
         return f"{self.epoch_path}/{self.side}/{self.rank}"
 
 
+def check_token(token: str, source: str) -> None:
+    """Raises InputError for a token that no HTTP header can carry, and does not repeat it. `source` is its origin."""
+    bad_places = [place for place, character in enumerate(token, 1) if not "!" <= character <= "~"]
+    if bad_places:
+        raise InputError(
+            f"the bearer token of {source} has a character that is not printable ASCII, number {bad_places[0]} of "
+            f"{len(token)}; set it again, without spaces and line ends"
+        )
+
+
 class GatewayClient:
     """Connection to a gateway: `GatewayClient("http://127.0.0.1:8900")`. WEIGHTCAST_TOKEN has the token unless given.
 
@@ -96,19 +133,28 @@ class GatewayClient:
     seconds a gateway that has answered before is asked again. They count from the moment when it was lost, over all
     calls until `begin`. `timeout` is the number of seconds that one which has not answered before may take.
     `incarnation` is that of the trainer rank which this client has registered, or speaks for: every request says it.
+    While `once` is set, a request is made a single time. It may take `once` seconds beyond the `wait` that it asks for.
+    `reminder` is asked after each long poll that brings nothing.
     """
 
     def __init__(
         self, url: str, token: str | None = None, *, timeout: float = 60.0, outage: float = 0.0, identity: str = ""
     ) -> None:
-        token = token if token is not None else os.environ.get(TOKEN_VARIABLE, "")
+        if not isinstance(url, str):
+            raise InputError(f"gateway url is {url!r}, expected http://host:port of the gateway, or ray://NAME")
+        source = TOKEN_VARIABLE if token is None else "the argument token"
+        token = os.environ.get(TOKEN_VARIABLE, "") if token is None else str(token)
         if not token:
-            raise InputError(f"no bearer token for {url}; give one or set {TOKEN_VARIABLE}")
+            raise InputError(f"no bearer token for {url}: {source} is empty; set {TOKEN_VARIABLE} to the gateway's")
+        check_token(token, source)
         transport = transport_to(url)
         self.url = url.rstrip("/")
         self.outage, self._timeout, self._reached = outage, timeout, False
         self._lost: float | None = None
+        self._local_address = ""
         self.incarnation: Incarnation | None = None
+        self.once: float | None = None
+        self.reminder: Reminder | None = None
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {token}"},
@@ -116,6 +162,7 @@ class GatewayClient:
             trust_env=False,
             transport=transport,
             verify=transport is not None or trusted(self.url),
+            event_hooks={"response": [self._note_address]},
         )
 
     def __enter__(self) -> GatewayClient:
@@ -133,9 +180,24 @@ class GatewayClient:
         """True if the last request got no answer."""
         return self._lost is not None
 
+    @property
+    def local_address(self) -> str:
+        """This process's address: that of its Ray node for `ray://`, else its end of the connection to the gateway.
+
+        Empty until the gateway has answered.
+        """
+        return node_address() if self.url.startswith(f"{SCHEME}://") else self._local_address
+
+    def _note_address(self, response: httpx.Response) -> None:
+        stream = response.extensions.get("network_stream")
+        if stream is not None:
+            self._local_address = numeric(str(stream.get_extra_info("client_addr")[0]))
+
     def begin(self) -> None:
-        """Starts the seconds of `outage` anew, also for a gateway that was lost before."""
+        """Starts the seconds of `outage` anew, also for a gateway that was lost before, and those of the reminder."""
         self._lost = None
+        if self.reminder is not None:
+            self.reminder.begin()
 
     @property
     def _patience(self) -> float:
@@ -144,40 +206,59 @@ class GatewayClient:
     @property
     def _longest_poll(self) -> float:
         """Seconds of a long poll, so short that a late answer shows before `outage` is over."""
-        return min(POLL, self._patience / 2)
+        longest = min(POLL, self._patience / 2)
+        return longest if self.reminder is None else min(longest, self.reminder.left)
 
-    def _call(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def _nothing_came(self) -> None:
+        if self.reminder is not None:
+            self.reminder.tick()
+
+    def _call(self, method: str, path: str, json: object = None, **request: Any) -> httpx.Response:
+        if self._client.is_closed:
+            raise ControlError(f"gateway {self.url}: {method} {path}: this client was closed; make a new one")
         start = time.monotonic()
+        if json is not None:
+            request |= {"content": as_json(json), "headers": {"Content-Type": "application/json"}}
+        retry_seconds = self.outage if self._reached and self.once is None else 0.0
         if (incarnation := self.incarnation) is not None:
             request["headers"] = {**request.get("headers", {}), HEADER: str(incarnation)}
         while True:
             asked_at = time.monotonic()
-            outage_start = self._lost if self.outage and self._reached else None
+            outage_start = self._lost if self.once is not None or (self.outage and self._reached) else None
             deadline = (start if outage_start is None else outage_start) + self._patience
             if outage_start is not None and "wait" in request.get("params", {}):
                 request["params"] = {**request["params"], "wait": 0.0}  # first see if anybody answers
+            seconds = max(self._at_once(request, deadline - asked_at), _ONCE)
             try:
-                response = self._client.request(method, path, timeout=max(deadline - asked_at, _ONCE), **request)
+                response = self._client.request(method, path, timeout=seconds, **request)
             except httpx.HTTPError as error:
                 now = time.monotonic()
                 # A broken connection shows when it broke; silence may have begun with the request.
                 lost_at = self._lost or (asked_at if isinstance(error, httpx.TimeoutException) else now)
                 self._lost = lost_at
-                if now >= lost_at + (self.outage if self._reached else 0.0):
+                if now >= lost_at + retry_seconds:
                     raise TransferError(
-                        f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; is it up?"
-                    ) from error
+                        f"gateway {self.url}: {method} {path}: {type(error).__name__} {error}; {_remedy(error)}"
+                    ) from None
             else:
                 self._lost = None
                 # Wrong tokens from this address make the gateway deaf for some seconds; or it is stopping.
-                retry_seconds = self.outage if self._reached else 0.0
                 if response.status_code not in _LATER or time.monotonic() >= start + retry_seconds:
                     break
             time.sleep(_AGAIN)
+        is_deaf = self._reached and self.once is not None and response.status_code in _LATER
+        if is_deaf or response.status_code in _GONE:
+            self._lost = time.monotonic()
+            answer = f"answered {response.status_code}: {' '.join(response.text.split())[:200]}"
+            raise TransferError(f"gateway {self.url}: {method} {path} {answer}; is it up?")
         self._reached = True
         if response.is_success:
             return response
         raise _error_of(response, f"gateway {self.url}: {method} {path}")
+
+    def _at_once(self, request: Mapping[str, Any], seconds: float) -> float:
+        """The smaller of `seconds` and what a single attempt may take."""
+        return seconds if self.once is None else min(seconds, request.get("params", {}).get("wait", 0.0) + self.once)
 
     def _poll(
         self, path: str, deadline: float, what: str, *, method: str = "GET", json: object = None, **parameters: str
@@ -191,6 +272,7 @@ class GatewayClient:
             response = self._call(method, path, params=params, json=json)
             if response.status_code != httpx.codes.NO_CONTENT:
                 return response
+            self._nothing_came()
 
     # Whole pairs
 
@@ -204,32 +286,50 @@ class GatewayClient:
         commit: str = "each",
         verify: str = "full",
         topology: Mapping[str, Any] | None = None,
+        min_instances: int | None = None,
+        *,
+        replace: bool = False,
     ) -> None:
-        """Creates a pair.
+        """Creates a pair. The same one again changes nothing. With `replace` one of that name is deleted first, with
+        what it has under way, and versions begin anew.
 
-        `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": .., "pause": ..,
-        "backend": ..}`, perhaps with "hold", "non_finite" and "allow_non_finite". `settings` are fields of `Settings`.
-        `commit` says who gets a version, "each" or "all". `bucket_bytes` bounds the memory that a rank takes to pack
-        and unpack. `verify` is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps":
-        ..}`. With it ranks of an instance pass on to each other what they receive alike, where that is faster.
+        `instances` maps names to fields of `EngineSpec`: `{"kind": "sglang", "url": .., "world_size": ..}`, perhaps
+        with "pause", "backend", "hold", "non_finite", "allow_non_finite", "stamps", "api_key_variable". `settings`
+        are of `Settings`. `commit` says who gets a version, "each" or "all". `min_instances` is how many instances an
+        update needs, all unless given. `bucket_bytes` bounds the memory that a rank takes to pack and unpack. `verify`
+        is "full", "sampled" or "off". `topology` has fields of `Topology`, at least `{"nic_gbps": ..}`. With it ranks
+        of an instance forward to each other the weights that they share, where that is faster.
         """
-        body: dict[str, Any] = {"trainer_world": trainer_world, "instances": {k: dict(v) for k, v in instances.items()}}
+        body: dict[str, Any] = {"trainer_world": trainer_world, "instances": _plain(instances)}
         body |= {"commit": commit, "verify": verify}
         if settings:
-            body["settings"] = dict(settings)
+            body["settings"] = _plain(settings)
         if bucket_bytes is not None:
             body["bucket_bytes"] = bucket_bytes
+        if min_instances is not None:
+            body["min_instances"] = min_instances
         if topology is not None:
             body["topology"] = Topology.given(topology).document
-        self._call("PUT", f"/pairs/{pair}", json=body)
+        if replace:
+            self._ended("PUT", pair, body, replace="true")
+        else:
+            self._call("PUT", f"/pairs/{pair}", json=body)
 
-    def delete_pair(self, pair: str) -> None:
-        """Makes the gateway forget a pair."""
-        self._call("DELETE", f"/pairs/{pair}")
+    def delete_pair(self, pair: str, *, force: bool = False) -> None:
+        """Makes the gateway forget a pair. With `force` a connect or update that is under way is ended first."""
+        if force:
+            self._ended("DELETE", pair, None, force="true")
+        else:
+            self._call("DELETE", f"/pairs/{pair}")
+
+    def _ended(self, method: str, pair: str, body: object, **parameters: str) -> None:
+        """Asks for what waits for the end of all that a pair has under way."""
+        what, deadline = f"the end of what pair {pair} has under way", time.monotonic() + _ENDING
+        self._poll(f"/pairs/{pair}", deadline, what, method=method, json=body, **parameters)
 
     def join_instance(self, pair: str, instance: str, engine: Mapping[str, Any]) -> None:
         """Adds an instance to a pair at run time, with `engine` as in `create_pair`. The next update brings it up."""
-        self._call("PUT", f"/pairs/{pair}/instances/{instance}", json=dict(engine))
+        self._call("PUT", f"/pairs/{pair}/instances/{instance}", json=_plain(engine))
 
     def leave_instance(self, pair: str, instance: str) -> None:
         """Takes an instance out of a pair at run time."""
@@ -243,9 +343,19 @@ class GatewayClient:
         """One pair as the gateway reports it."""
         return dict(self._call("GET", f"/pairs/{pair}").json())
 
+    def waiting(self, pair: str, instance: str = "") -> list[WaitRecord]:
+        """Waits of a pair that are under way; with `instance` those for it alone."""
+        records = self._call("GET", f"/pairs/{pair}/waiting").json()["waiting"]
+        return [WaitRecord(**record) for record in records if record.pop("instance") == instance or not instance]
+
     def settings(self, pair: str) -> dict[str, float]:
         """The settings of a pair."""
         return dict(self._call("GET", f"/pairs/{pair}/settings").json())
+
+    def catalog(self, pair: str, deadline: float) -> dict[str, TensorSpec]:
+        """The trainer's tensors by name, once all of its ranks have registered. Raises DeadlineError."""
+        what = f"the catalog of pair {pair}'s trainer"
+        return wire.decode_catalog(self._poll(f"/pairs/{pair}/catalog", deadline, what).content).specs()
 
     def inspect(self, pair: str, instance: str) -> dict[str, Any]:
         """Coverage, slots, replicas and same-rank pairs of an instance."""
@@ -259,26 +369,26 @@ class GatewayClient:
         """Makes the gateway connect the instances of a pair."""
         self._call("POST", f"/pairs/{pair}/connect")
 
-    def offer(self, pair: str, rank: int, version: int, deadline: float) -> str | None:
-        """Says that a trainer rank is ready to send a version; the first rank's offer starts the update.
+    def offer(self, pair: str, rank: int, number: int, deadline: float, *, restart: bool = False) -> Offered | None:
+        """Says that a trainer rank is ready to send a version, of a new lineage with `restart`. The first rank's offer
+        starts the update.
 
-        Returns the life of the pair that took the offer. None means that the rank is not known, as after a restart:
-        register first. An update that this rank has given up ends before.
+        Returns None if the rank is not known, as after a restart of the gateway: register first. An update that this
+        rank has given up ends before.
         """
-        path, body = f"/pairs/{pair}/trainer/{rank}/offers", {"version": version}
+        path = f"/pairs/{pair}/trainer/{rank}/offers"
+        body = {"version": number, **({"restart": True} if restart else {})}
         try:
             answer = self._poll(path, deadline, "the end of the update before", method="POST", json=body).json()
         except UnregisteredError:
             return None
-        return str(answer["boot"])
+        return Offered(str(answer["boot"]), Version.parse(answer["version"]))
 
-    def begun(self, pair: str, version: int, known: str, deadline: float) -> tuple[list[str], int]:
-        """Waits for an update to begin. Returns its instances, none when it is over, and the number of its first order.
-        `known` is what `offer` has returned.
-        """
+    def begun(self, pair: str, version: Version, known: str, deadline: float) -> Begun:
+        """Waits for an update to begin. `known` is what `offer` has returned."""
         path = f"/pairs/{pair}/updates/{version}/instances"
         answer = self._poll(path, deadline, f"the beginning of version {version}", known=known).json()
-        return list(answer["instances"]), int(answer["first_order"])
+        return Begun(list(answer["instances"]), int(answer["first_order"]), answer.get("min_instances"))
 
     def pair_orders(self, pair: str, after: int, wait: float = POLL, known: str = "") -> Orders:
         """Orders for all instances of a pair, for the trainer; otherwise like `orders`."""
@@ -286,9 +396,12 @@ class GatewayClient:
 
     def _orders(self, path: str, after: int, wait: float, known: str) -> Orders:
         params = {"after": after, "wait": min(wait, self._longest_poll), "known": known}
-        return _orders_of(self._call("GET", path, params=params).json())
+        answer = _orders_of(self._call("GET", path, params=params).json())
+        if not answer.orders:
+            self._nothing_came()
+        return answer
 
-    def result(self, pair: str, version: int, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
+    def result(self, pair: str, version: Version, deadline: float, known: str = "") -> dict[str, dict[str, Any]]:
         """Waits for the end of an update. Returns its record for each instance."""
         path, what = f"/pairs/{pair}/updates/{version}", f"the result of version {version}"
         return dict(self._poll(path, deadline, what, known=known).json())
@@ -296,17 +409,25 @@ class GatewayClient:
     # Single ranks
 
     def register_trainer(
-        self, pair: str, report: RankReport, start: str = "", *, resumes: bool = False, takeover: bool = False
+        self,
+        pair: str,
+        report: RankReport,
+        start: str = "",
+        *,
+        resumes: bool = False,
+        takeover: bool = False,
+        place: Place = UNKNOWN,
     ) -> Registered:
         """Registers a trainer rank; from then on its incarnation is that of this client.
 
-        `start`, `resumes` and `takeover` are those of `Pair.register_trainer`. Without `start` every call is another
-        start.
+        `start`, `resumes`, `takeover` and `place` are those of `Pair.register_trainer`. Without `start` every call is
+        another start.
         """
         path, start = f"/pairs/{pair}/trainer/{report.rank}/report", start or uuid.uuid4().hex
         params: dict[str, Any] = {"start": start, "pid": os.getpid(), "resumes": resumes, "takeover": takeover}
         if self.incarnation is not None:
             params["was"] = self.incarnation.generation
+        params |= {"address": place.address, "network": place.network}
         answer = self._send(path, params, wire.encode_report(report))
         registered = Registered(int(answer["generation"]), int(answer["first_order"]), str(answer["boot"]))
         self.incarnation = Incarnation(report.rank, registered.generation, registered.boot, start)
@@ -317,19 +438,21 @@ class GatewayClient:
         seat: Seat,
         report: RankReport,
         *,
-        verified: int | None = None,
+        verified: Version | None = None,
         of: str = "",
         uncommitted: bool = False,
         followed: int = 0,
+        place: Place = UNKNOWN,
     ) -> tuple[bool, str]:
         """Registers a rank of an instance for one epoch, with its account of its memory: see `Holding`. `followed` is
-        the generation of the trainer that has written that memory last.
+        the generation of the trainer that has written that memory last, `place` is where the rank is.
 
         Returns True if the rank holds the committed version, and the uid of the pair.
         """
         params: dict[str, Any] = {"of": of, "uncommitted": uncommitted, "followed": followed}
+        params |= {"address": place.address, "network": place.network}
         if verified is not None:
-            params["verified"] = verified
+            params["verified"] = str(verified)
         answer = self._send(f"{seat.epoch_path}/ranks/{seat.rank}/report", params, wire.encode_report(report))
         return bool(answer["committed"]), str(answer["uid"])
 
@@ -395,14 +518,15 @@ class GatewayClient:
         record = answer.json()
         return int(record["number"]), Order.parse(record)
 
-    def moved(self, seat: Seat, version: int, layers: list[int]) -> None:
+    def moved(self, seat: Seat, version: Version, layers: list[int]) -> None:
         """Reports layers whose placement changed during the transfer, in place of digests."""
-        self._call("POST", f"{seat.epoch_path}/ranks/{seat.rank}/moved", json={"version": version, "layers": layers})
+        body = {"version": version.as_json(), "layers": layers}
+        self._call("POST", f"{seat.epoch_path}/ranks/{seat.rank}/moved", json=body)
 
     def digests(
         self,
         seat: Seat,
-        version: int,
+        version: Version,
         report: DigestReport,
         *,
         first: bool = False,
@@ -412,15 +536,25 @@ class GatewayClient:
         """Reports the digests of a rank: of a trainer rank's `first` pass or of its second. With `after` it waits for
         orders like `orders`, up to POLL seconds, and returns them.
         """
-        params: dict[str, Any] = {"version": version, "first": first}
+        params: dict[str, Any] = {"version": str(version), "first": first}
         if after is not None:
             params |= {"after": after, "wait": self._longest_poll, "known": known}
         answer = self._send(f"{seat.path}/digests", params, wire.encode_digests(report))
         return None if after is None else _orders_of(answer)
 
 
+def _plain(value: object) -> object:
+    """Mappings of any kind as dicts, for JSON. Other values stay: the gateway says what it expected."""
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
 def _orders_of(answer: dict[str, Any]) -> Orders:
     return Orders([Order.parse(record) for record in answer["orders"]], str(answer["boot"]), int(answer["given"]))
+
+
+def _remedy(error: httpx.HTTPError) -> str:
+    """The likely reason why a gateway gave no answer, as a question or an advice."""
+    return "it speaks http: begin its URL with http://" if "WRONG_VERSION_NUMBER" in str(error) else "is it up?"
 
 
 def _error_of(response: httpx.Response, what: str) -> WeightcastError:
@@ -432,4 +566,5 @@ def _error_of(response: httpx.Response, what: str) -> WeightcastError:
     kind, message = error_named(answer.get("error")), answer.get("message")
     if kind is not None and isinstance(message, str):
         return kind(message)
-    return ControlError(f"{what} answered {response.status_code}: {' '.join(response.text.split())[:500]}")
+    text = " ".join(response.text.split())[:200]
+    return ControlError(f"{what} answered {response.status_code}, and not as a gateway does; is this its URL? ({text})")

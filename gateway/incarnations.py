@@ -14,11 +14,11 @@ clock: the next life of the gateway gives no smaller ones.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from weightcast.transfer.deadline import utc
 from weightcast.transfer.errors import DisplacedError, InputError, PairStateError, UnregisteredError
 
 __all__ = ["HEADER", "KEPT", "Admission", "Incarnation", "Incarnations", "Standing", "TrainerProcess", "process_of"]
@@ -78,11 +78,13 @@ class TrainerProcess:
     def process(self) -> str:
         return process_of(self.start)
 
+    @property
+    def place(self) -> str:
+        """The process in words, without its rank."""
+        return f"process {self.pid} on {self.host or 'an unnamed host'} (registered {utc(self.registered)})"
+
     def __str__(self) -> str:
-        date = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(self.registered))
-        return (
-            f"trainer rank {self.rank}, process {self.pid} on {self.host or 'an unnamed host'} (registered {date} UTC)"
-        )
+        return f"trainer rank {self.rank}, {self.place}"
 
 
 class Standing(NamedTuple):

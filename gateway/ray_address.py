@@ -7,8 +7,20 @@ from typing import Any
 import httpx
 
 from weightcast.transfer.errors import ControlError, InputError
+from weightcast.transfer.installed import check_installed
 
-__all__ = ["NAME", "NAMESPACE", "SCHEME", "RayTransport", "actor_name", "find_actor", "gateway_url", "http_address"]
+__all__ = [
+    "NAME",
+    "NAMESPACE",
+    "SCHEME",
+    "RayTransport",
+    "actor_name",
+    "find_actor",
+    "gateway_url",
+    "http_address",
+    "import_ray",
+    "node_address",
+]
 
 NAME = "weightcast"
 """Name of the gateway's actor unless told otherwise."""
@@ -37,10 +49,17 @@ def actor_name(url: str) -> str:
     return parsed.host
 
 
-def find_actor(name: str) -> Any:
-    """The handle of an actor of this project, None if there is none."""
+def import_ray() -> Any:
+    """The module of Ray. Raises InputError where it is not installed."""
+    check_installed("Ray", "ray")
     import ray
 
+    return ray
+
+
+def find_actor(name: str) -> Any:
+    """The handle of an actor of this project, None if there is none."""
+    ray = import_ray()
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -49,8 +68,7 @@ def find_actor(name: str) -> Any:
 
 def gateway_url(name: str = NAME) -> str:
     """The HTTP address of a gateway's actor, for those outside of Ray. Raises ControlError if there is none."""
-    import ray
-
+    ray = import_ray()
     handle = find_actor(name)
     if handle is None:
         raise ControlError(f"there is no Ray actor {name!r} in namespace {NAMESPACE!r}; start a gateway there")
@@ -62,6 +80,13 @@ def http_address(url: str) -> str:
     return gateway_url(actor_name(url)) if url.startswith(f"{SCHEME}://") else url
 
 
+def node_address() -> str:
+    """The IP address of this process's Ray node."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 class RayTransport(httpx.BaseTransport):
     """Carries a client's requests to a gateway's actor: asks Ray for its address, and then speaks HTTP.
 
@@ -71,6 +96,7 @@ class RayTransport(httpx.BaseTransport):
     """
 
     def __init__(self, name: str) -> None:
+        import_ray()
         self._name = name
         self._http = httpx.HTTPTransport(trust_env=False)
         self._base: httpx.URL | None = None
@@ -105,7 +131,7 @@ class RayTransport(httpx.BaseTransport):
         try:
             return httpx.URL(ray.get(actor.url.remote(), timeout=seconds))
         except ray.exceptions.RayError as error:
-            raise httpx.ConnectError(" ".join(str(error).split())[:300]) from error
+            raise httpx.ConnectError(" ".join(str(error).split())[:300]) from None
 
     def close(self) -> None:
         self._http.close()

@@ -40,7 +40,8 @@ class Settings(Record):
 
     Ranks beat every `heartbeat`. One that was not heard from for `silence` is missing: its instance no longer serves,
     and nobody waits for it any longer. Ranks try for `outage` to reach a gateway that was there before, whether it
-    refuses connections or does not answer. Then their calls raise.
+    refuses connections or does not answer. Then their calls raise, but for an engine's `serve`. An instance that is
+    dead for `evict_after` leaves its pair until it lives again.
 
     `replans` is how often an update starts anew because a layout changed before a byte was written. `resends` is how
     often layers are sent again because their placement changed while they were sent. `retries` is how often all is sent
@@ -59,6 +60,7 @@ class Settings(Record):
     heartbeat: Seconds = 5.0
     silence: Seconds = 30.0
     outage: Seconds = 30.0
+    evict_after: Seconds = 600.0
     replans: Count = 2
     resends: Count = 3
     retries: Count = 1

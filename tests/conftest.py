@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from loopback_support import has_ipv6
 
 # Many tests start several processes on few cores; set before torch is imported, and inherited by those processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +39,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("SGLang is not installed; `make test` installs it")
     if item.get_closest_marker("megatron") and not _has_megatron():
         pytest.skip("Megatron-Core and Megatron-Bridge are not installed; `make test` installs them")
+    if item.get_closest_marker("ipv6") and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -14,7 +14,8 @@ It knows no engine and no HTTP. The folders follow the way from layouts to prove
 - `colocated`: weights read from the memory of another process on the same host
 - `executor`: `Executor`, which runs one rank's part of a plan
 - `digest`: digests of boxes, independent of how a tensor is cut
-- `deadline`: `Deadline`, the moment after which a wait ends
+- `deadline`: `Deadline`, the moment after which a wait ends, and how moments are written
 - `documents`: records that are read from JSON and TOML by their schema, and a check for duplicate keys
+- `installed`: check for packages that only some commands and classes need
 - `errors`: tree of all exceptions that weightcast raises
 """

@@ -1,4 +1,4 @@
-"""A moment after which nobody waits any longer."""
+"""A moment after which nobody waits any longer, and how moments are written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "utc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +44,8 @@ class Deadline:
     def wait_time(self) -> timedelta:
         """Time left, for a wait of torch.distributed: at least 1 ms, because there 0 means "use the default"."""
         return timedelta(seconds=max(self.left, 0.001))
+
+
+def utc(moment: float) -> str:
+    """A time in seconds since 1970 as UTC: "2026-12-01T12:03:11Z"."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))

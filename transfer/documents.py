@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import reprlib
 from collections import Counter
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -12,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from weightcast.transfer.errors import InputError, LayoutError
 
-__all__ = ["Record", "unique_keys"]
+__all__ = ["Record", "as_json", "unique_keys", "whole_number"]
 
 _UNKNOWN = "unexpected_keyword_argument"
 """The name that pydantic has for a key that a dataclass does not have."""
@@ -64,7 +67,9 @@ def _explained(fault: ErrorDetails, schema: dict[str, Any]) -> str:
         return f"{path} is missing"
     if fault["type"] == _UNKNOWN:
         keys = _property(schema, fault["loc"][:-1])["properties"]
-        return f"{path:.80} is not known; known are {', '.join(keys)}"
+        near = difflib.get_close_matches(str(fault["loc"][-1]), keys, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"{path:.80} is not known; known are {', '.join(keys)}{hint}"
     if fault["type"] in ("value_error", "json_invalid"):  # of several values, or of all
         return f"{path}: {fault['msg'].removeprefix('Value error, ')}".removeprefix(": ")
     field = _property(schema, fault["loc"])
@@ -104,6 +109,29 @@ def _shown(value: object) -> str:
         return f"{value!r:.80}"
     except (ValueError, RecursionError):
         return f"a {type(value).__name__} that is too large to show"
+
+
+def whole_number(name: str, value: object) -> int:
+    """The int of a whole number of any library. Raises InputError for other values, truth values among them."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    raise InputError(f"{name} is {_shown(value)}, expected a whole number")
+
+
+def as_json(document: object) -> bytes:
+    """A document as JSON, with the numbers of any library. Raises InputError for what JSON does not have."""
+    try:
+        return json.dumps(document, default=_plain_number, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{_shown(document)} cannot be sent as JSON: {error}") from None
+
+
+def _plain_number(value: object) -> int | float:
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise TypeError(f"{_shown(value)} is a {type(value).__name__}")
 
 
 def unique_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -97,6 +97,10 @@ class ControlError(WeightcastError):
     """A request that the control plane refuses."""
 
 
+class AddressError(ControlError):
+    """An address that cannot be listened on, or at which others do not reach a rank."""
+
+
 class PairStateError(ControlError):
     """An event that is illegal in the present state of the pair."""
 

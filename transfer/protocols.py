@@ -6,12 +6,14 @@ gateway and the executor know nothing else about a framework.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+from weightcast.transfer.errors import DescribeError, InputError
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.layout.placement import RankPlacement
 
-__all__ = ["Settles", "Sink", "Source"]
+__all__ = ["Settles", "Sink", "Source", "check_sink", "check_source", "layout_of"]
 
 
 @runtime_checkable
@@ -63,3 +65,40 @@ class Settles(Protocol):
         session, and nothing is digested yet. Must not communicate. An error that it raises fails the update.
         """
         ...
+
+
+def check_source(source: object) -> None:
+    """Raises InputError for what is no `Source`, and names the one to take."""
+    _check_side("source", source, ("describe",))
+
+
+def check_sink(sink: object) -> None:
+    """Raises InputError for what is no `Sink`, and names the one to take."""
+    _check_side("sink", sink, ("describe", "placement"))
+
+
+def layout_of(side: Source) -> RankLayout:
+    """The layout that a source or sink describes. Raises DescribeError where it gives something else."""
+    layout = side.describe()
+    if not isinstance(layout, RankLayout):
+        raise DescribeError(
+            f"describe() of {type(side).__name__} gave {type(layout).__name__}, expected a RankLayout: "
+            "let it return LayoutBuilder's build()"
+        )
+    return layout
+
+
+def _check_side(side: str, value: object, methods: tuple[str, ...]) -> None:
+    kind = type(value).__name__
+    if isinstance(value, type):
+        raise InputError(f"{side} is the class {value.__name__}, expected an object of it: {value.__name__}(...)")
+    absent_methods = [f"{method}()" for method in methods if not callable(getattr(value, method, None))]
+    if not absent_methods:
+        return
+    if callable(getattr(value, "named_parameters", None)):
+        remedy = f"it is a model: give FsdpSource(model){', or MegatronSource(model, ...)' if side == 'source' else ''}"
+    elif isinstance(value, Mapping):
+        remedy = "of named tensors a source is PlainSource(tensors), a sink is in examples/own_engine.py"
+    else:
+        remedy = f"see weightcast.{side.capitalize()}"
+    raise InputError(f"{side} is of type {kind}, which has no {' and no '.join(absent_methods)}; {remedy}")

@@ -26,13 +26,15 @@ from weightcast.adapters.fsdp.transformers_names import (
     unchanged_names,
 )
 from weightcast.adapters.live_memory import checkpoint_tensors, plain_memory, this_rank
-from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.errors import DescribeError, InputError
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 from weightcast.transfer.layout.tables import LayoutNotes
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from weightcast.transfer.layout.placement import RankPlacement
 
 __all__ = ["FsdpSource"]
 
@@ -89,6 +91,10 @@ class FsdpSource:
                     for offset, view in _regions(part, shard):
                         builder.add(part.tensor, part.shape, offset, view)
         return builder.build(notes=LayoutNotes(parameter_bytes=parameter_bytes, left_out=tuple(left_out)))
+
+    def placement(self) -> RankPlacement | None:
+        """None: experts of a module stay where they are. With it a source is a sink of an engine of your own."""
+        return None
 
     def _name(self, shapes: dict[str, tuple[int, ...]]) -> None:
         # Following the conversion of a large model takes seconds, and its result depends on the shapes alone.
@@ -242,9 +248,14 @@ def _check_ties(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside torch.compile, data-parallel wrappers and an outermost PEFT model."""
+    """The model inside torch.compile, data-parallel wrappers and an outermost PEFT model. Raises InputError."""
+    from torch.nn import Module
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+    if not isinstance(model, Module):
+        raise InputError(
+            f"FsdpSource takes a model, found {type(model).__name__}; of named tensors take PlainSource(tensors)"
+        )
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module

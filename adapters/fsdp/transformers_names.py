@@ -83,11 +83,11 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
 
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError as error:
+    except ImportError:
         raise DescribeError(
             "names of a Transformers model are read from Transformers 5; this version has no core_model_loading: "
             "install transformers>=5 or pass names="
-        ) from error
+        ) from None
 
     mode = _follower()
     parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

@@ -132,9 +132,9 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def unwrapped(model: Any) -> Any:
     """The model chunk inside wrappers for data parallelism and mixed precision, which all call it `module`."""
-    while not hasattr(model, "sharded_state_dict") or "module" in model._modules:
+    while not hasattr(model, "sharded_state_dict") or "module" in getattr(model, "_modules", ()):
         _check_gathered(model)
-        inner = model._modules.get("module")
+        inner = getattr(model, "_modules", {}).get("module")
         if inner is None:
             raise DescribeError(
                 f"{type(model).__name__} is no Megatron-Core model: it has no sharded_state_dict(); "

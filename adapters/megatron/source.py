@@ -16,6 +16,7 @@ from weightcast.adapters.megatron.names import FAMILIES, MTP_SHARED, Rule, Table
 from weightcast.adapters.megatron.rows import FusedRows, Fusion, Sizes, fused_rows, overlap
 from weightcast.adapters.megatron.shards import LiveMemory, Shard, refused, shards, unwrapped
 from weightcast.transfer.errors import DescribeError
+from weightcast.transfer.installed import check_installed
 from weightcast.transfer.layout.memory import LayoutBuilder, RankLayout
 from weightcast.transfer.layout.tables import LayoutNotes
 
@@ -40,6 +41,7 @@ class MegatronSource:
     """
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], *, family: str | Table, vocab_size: int) -> None:
+        check_installed("Megatron-Core", "megatron", "megatron.core")
         if isinstance(family, str) and family not in FAMILIES:
             raise DescribeError(f"family {family!r} has no table; known are {', '.join(sorted(FAMILIES))}")
         self._family = family if isinstance(family, str) else "of your own"

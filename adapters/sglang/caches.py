@@ -103,7 +103,7 @@ def refuse_settings(scheduler: Any, pause: str, stages: int) -> None:
     if stages > 1 and pause != "abort":
         raise DescribeError(
             f"this server has {stages} pipeline stages, whose loop SGLang {sglang_version()} does not stop when it is "
-            f'paused, so requests would go on during a transfer; the pair says pause "{pause}", give "abort"'
+            f'paused, so requests would go on during a transfer; its record has pause "{pause}", give "abort"'
         )
 
 

@@ -8,6 +8,7 @@ It answers the requests of SGLang's own update API that carry a group name of ou
 - `end_weight_update`: when SGLang has computed its derived weights, computes the others, drops caches again and begins
   to digest.
 - `destroy_weights_update_group`: leaves.
+- `get_internal_state`: says in the answer of `/server_info` that the plugin is here.
 
 Each of them answers at once. Whatever waits for others runs in a thread of this rank, while the scheduler's loop goes
 on: the thread registers, joins, receives and digests, and tells the gateway itself how that ended.
@@ -24,11 +25,14 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
+from weightcast import __version__
+from weightcast.adapters.checkpoint import read_headers
 from weightcast.adapters.sglang.caches import (
     BUSY,
     drop_caches,
@@ -38,31 +42,35 @@ from weightcast.adapters.sglang.caches import (
     refuse_settings,
     require_pause,
 )
+from weightcast.adapters.sglang.experts import attribute
 from weightcast.adapters.sglang.ray_actors import load_in_actors
-from weightcast.adapters.sglang.session import CONNECTING, Described, Member, Session, Thread
+from weightcast.adapters.sglang.session import CONNECTING, Described, Member, Naming, Session, Thread
 from weightcast.adapters.sglang.sink import SglangSink, refuse_guarded
-from weightcast.gateway.addresses import CA_VARIABLE
-from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.gateway.addresses import ADDRESS_VARIABLE, CA_VARIABLE, http_url
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.records import PauseMode
 from weightcast.transfer.errors import DescribeError, InputError, PairStateError, StalePlanError
 
-__all__ = ["ADDRESS_VARIABLE", "GATEWAY_VARIABLE", "register"]
+if TYPE_CHECKING:
+    from weightcast.transfer.layout.tables import TensorSpec
+
+__all__ = ["GATEWAY_VARIABLE", "register"]
 
 log = logging.getLogger("weightcast.sglang")
 
 GATEWAY_VARIABLE = "WEIGHTCAST_GATEWAY"
 """Environment variable with the gateway's URL, for servers that do not reach it by the address in the request."""
-ADDRESS_VARIABLE = "WEIGHTCAST_ADDRESS"
-"""Environment variable with the address on which this engine's ranks can be reached by the trainer's."""
 
 PREFIX = "weightcast/"
 LOAD_FORMAT = "weightcast"
+PLUGIN = "weightcast"
 _PAUSES = get_args(PauseMode)
 _SLOW = 5.0
 """Seconds of the loop from which a description is worth a warning."""
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _CHECK_ARGUMENTS = "sglang.srt.server_args.ServerArgs.check_server_args"
+_PREPARE_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader._prepare_weights"
 _NAMESPACE = _SCHEDULER + "_maybe_namespace_elastic_radix_cache"
 """Runs for each request when it arrives, before anything is looked up for it."""
 
@@ -79,10 +87,12 @@ def register() -> None:
         (_MANAGER + "update_weights_from_distributed", _update, HookType.AROUND),
         (_MANAGER + "end_weight_update", _end, HookType.AROUND),
         (_SCHEDULER + "handle_update_weight_version", _version, HookType.AFTER),
+        (_SCHEDULER + "get_internal_state", _introduce, HookType.AFTER),
         (_SCHEDULER + "pause_generation", _pause, HookType.AROUND),
         (_SCHEDULER + "get_new_batch_prefill", _admit, HookType.AROUND),
         (_NAMESPACE, _arrived, HookType.AFTER),
         (_CHECK_ARGUMENTS, _before_launch, HookType.BEFORE),
+        (_PREPARE_WEIGHTS, _prepared, HookType.AFTER),
     ):
         HookRegistry.register(target, hook, kind)
 
@@ -90,6 +100,13 @@ def register() -> None:
 def _before_launch(*_: Any) -> None:
     """Prepares scheduler actors: SGLang checks its arguments when it has imported what starts them, right before it."""
     load_in_actors((TOKEN_VARIABLE, CA_VARIABLE, GATEWAY_VARIABLE, ADDRESS_VARIABLE), ADDRESS_VARIABLE)
+
+
+def _prepared(files: Any, loader: Any, *positional: Any, **named: Any) -> Any:
+    """Notes in which folder SGLang has found the checkpoint of a model, which may be a name of the hub."""
+    model = (*positional, *named.values())[0]
+    _session.folders[str(model)] = str(files[0])
+    return files
 
 
 def _answers(output: str) -> Callable[[Callable[[Any, Any], str]], Callable[..., Any]]:
@@ -122,39 +139,77 @@ def _in_one_line(error: Exception) -> str:
 # Connecting
 
 
+def _introduce(result: Any, scheduler: Any, request: Any) -> Any:
+    """Says in a scheduler's state, which `/server_info` shows, that the plugin is here: the gateway asks first."""
+    result.internal_state[PLUGIN] = __version__
+    return result
+
+
 @_answers("InitWeightsUpdateGroupReqOutput")
 def _connect(manager: Any, request: Any) -> str:
-    # Imported at use: SGLang loads plugins in all of its processes, and this is needed in the schedulers alone.
-    from weightcast.gateway.ranks.instance import InstanceWorker
-
-    group, pair, instance, epoch, pause = _parse(request.group_name)
-    if _session.member is not None and _session.member.name == request.group_name:
-        return _session.member.state()
-    if request.group_name in _session.calls:
+    name, member, naming = request.group_name, _session.member, _session.naming
+    if member is not None and member.name == name:
+        return member.state()
+    if naming is not None and naming.name == name:
+        return _begin(manager, request, naming.catalog.result) if naming.catalog.done() else CONNECTING
+    group, _, instance, _, _ = _parse(name)
+    if name in _session.calls:
         raise PairStateError(f"the connect of {group} was given up; another has taken its place")
-    _session.calls.append(request.group_name)
-    runner = manager.tp_worker.model_runner
-    url = os.environ.get(GATEWAY_VARIABLE) or f"http://{request.master_address}:{request.master_port}"
-    rank, world = _rank_of()
+    _session.calls.append(name)
+    _, world = _rank_of()
     if world != request.world_size:
         raise InputError(
             f"instance {instance} has {world} ranks, the pair says {request.world_size}; correct world_size"
         )
     _session.close()
+    if (folder := _checkpoint(manager)) is not None:
+        return _begin(manager, request, lambda: read_headers(folder))
+    _session.naming = Naming.begin(name, lambda: _catalog_of(request))
+    return CONNECTING
+
+
+def _checkpoint(manager: Any) -> Path | None:
+    """The folder with the checkpoint of this server; None where there is none to read names from."""
+    model = str(attribute(attribute(manager.tp_worker.model_runner, "model_config"), "model_path"))
+    folder = Path(_session.folders.get(model, model))
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def _catalog_of(request: Any) -> Mapping[str, TensorSpec]:
+    """The trainer's tensors, by the names of the checkpoint, from the gateway."""
+    pair = _parse(request.group_name)[1]
+    with GatewayClient(_gateway_url(request)) as client:
+        return client.catalog(pair, time.monotonic() + client.settings(pair)["register"])
+
+
+def _gateway_url(request: Any) -> str:
+    return os.environ.get(GATEWAY_VARIABLE) or http_url(request.master_address, request.master_port)
+
+
+def _begin(manager: Any, request: Any, catalog: Callable[[], Mapping[str, TensorSpec]]) -> str:
+    """Describes this rank, and begins to register and to join. An error of `catalog` is one of the description."""
+    # Imported at use: SGLang loads plugins in all of its processes, and this is needed in the schedulers alone.
+    from weightcast.gateway.ranks.instance import InstanceWorker
+
+    group, pair, instance, epoch, pause = _parse(request.group_name)
+    runner = manager.tp_worker.model_runner
+    rank, world = _rank_of()
+    _session.naming = None
     predecessors = list(_session.earlier)
-    description = _describe(manager, pause)
+    description = _describe(manager, pause, catalog)
     worker = InstanceWorker(
-        url,
+        _gateway_url(request),
         pair,
         instance,
         description,
         rank=rank,
         world_size=world,
         backend=request.backend,
-        address=os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"),
+        address=os.environ.get(ADDRESS_VARIABLE),
         memory=_session.memory,
     )
-    member = Member(request.group_name, group, pause, worker, Thread(str(runner.device), int(runner.gpu_id)))
+    thread = Thread(str(runner.device), int(runner.gpu_id))
+    member = Member(request.group_name, group, pause, worker, description, thread)
     _session.member, _session.memory = member, worker.memory
 
     def connect() -> None:
@@ -175,13 +230,13 @@ def _parse(name: str) -> tuple[str, str, str, int, str]:
     return "/".join(parts[:4]), parts[1], parts[2], int(parts[3]), parts[4]
 
 
-def _describe(manager: Any, pause: str) -> Described:
+def _describe(manager: Any, pause: str, catalog: Callable[[], Mapping[str, TensorSpec]]) -> Described:
     """Reads the model, in the loop, and waits for nobody."""
     start = time.monotonic()
     sink = None
     try:
         _refuse(manager, pause)
-        sink = SglangSink.from_model_runner(manager.tp_worker.model_runner)
+        sink = SglangSink.from_model_runner(manager.tp_worker.model_runner, catalog())
         description = Described(sink, sink.describe())
     except Exception as error:
         description = Described(sink, error)
@@ -279,6 +334,9 @@ def _make_ready(manager: Any, member: Member) -> None:
     require_pause(manager.scheduler)
     if member.pause != "in_place":
         drop_caches(manager.scheduler)
+    if not _session.padded:
+        member.description.pad()
+        _session.padded = True
 
 
 def _end(original: Callable[..., Any], manager: Any, request: Any) -> Any:

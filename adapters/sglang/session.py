@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from weightcast.gateway.ranks.instance import InstanceWorker, MemoryRecord
     from weightcast.transfer.layout.memory import RankLayout
     from weightcast.transfer.layout.placement import RankPlacement
+    from weightcast.transfer.layout.tables import TensorSpec
 
-__all__ = ["CONNECTING", "JOINED", "Described", "Member", "Session", "Thread"]
+__all__ = ["CONNECTING", "JOINED", "Described", "Member", "Naming", "Session", "Thread"]
 
 log = logging.getLogger("weightcast.sglang")
 
@@ -90,10 +91,40 @@ class Described(NamedTuple):
         """The placement of this rank as SGLang's map has it now; None without a sink."""
         return None if self.sink is None else self.sink.placement()
 
+    def pad(self) -> None:
+        """Pads parameters as the sink does; nothing without a sink."""
+        if self.sink is not None:
+            self.sink.pad()
+
     def settle(self) -> None:
         """Recomputes tensors as the sink does; nothing without a sink."""
         if self.sink is not None:
             self.sink.settle()
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """A question to the gateway for the names of checkpoint tensors, asked for the connect call `name`.
+
+    The answer is waited for in a thread of its own, because there is no member before the model is described.
+    """
+
+    name: str
+    catalog: Future[Mapping[str, TensorSpec]]
+
+    @classmethod
+    def begin(cls, name: str, ask: Callable[[], Mapping[str, TensorSpec]]) -> Naming:
+        """Begins to ask."""
+        naming = cls(name, Future())
+
+        def answer() -> None:
+            try:
+                naming.catalog.set_result(ask())
+            except Exception as error:
+                naming.catalog.set_exception(error)
+
+        threading.Thread(target=answer, name="weightcast names", daemon=True).start()
+        return naming
 
 
 @dataclass(slots=True)
@@ -109,6 +140,7 @@ class Member:
     group: str
     pause: str
     worker: InstanceWorker
+    description: Described
     thread: Thread
     connecting: Future[object] | None = None
     receiving: Future[object] | None = None
@@ -158,6 +190,9 @@ class Session:
         self.member: Member | None = None
         self.earlier: list[Member] = []
         self.calls: deque[str] = deque(maxlen=100)
+        self.naming: Naming | None = None
+        self.folders: dict[str, str] = {}  # of checkpoints, by the name or path that SGLang was given
+        self.padded = False
         self.memory: MemoryRecord | None = None  # of this process
         self.prefixes = Prefixes()
 
@@ -170,6 +205,7 @@ class Session:
 
     def close(self) -> None:
         """Leaves the group, and waits for nobody."""
+        self.naming = None
         if self.member is not None:
             self.member.leave()
             self.earlier = [member for member in (*self.earlier, self.member) if not member.thread.ended(0.0)]

@@ -11,10 +11,12 @@ refused.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weightcast.adapters.checkpoint import read_headers
@@ -62,21 +64,42 @@ class _Writes(NamedTuple):
     fills: list[Fill]
 
 
+class Padding(NamedTuple):
+    """A box of a parameter that the loader fills."""
+
+    parameter: torch.Tensor
+    fill: Fill
+
+    def write(self) -> None:
+        """Fills the box as the loader does."""
+        start, size = self.fill.box
+        self.parameter[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))].fill_(self.fill.value)
+
+
 class SglangSink:
     """One rank of an SGLang instance, as `weightcast.transfer.protocols.Sink`."""
 
     def __init__(
-        self, model: torch.nn.Module, catalog: Mapping[str, TensorSpec], *, rank: int = 0, as_loaded: bool = False
+        self,
+        model: torch.nn.Module,
+        catalog: Mapping[str, TensorSpec],
+        *,
+        rank: int = 0,
+        as_loaded: bool = False,
+        is_dummy: bool = False,
     ) -> None:
         """`catalog` is every tensor of the checkpoint, named as SGLang's loader takes them; `rank` is for messages.
 
         `as_loaded` says that nothing was done to the weights since they were loaded. Then a quantisation method that
-        repacks them afterwards is no obstacle.
+        repacks them afterwards is no obstacle. `is_dummy` says that no loader has written them (`--load-format dummy`):
+        all numbers of the model's state are random.
         """
         self._model = model
         self._catalog = dict(catalog)
         self._rank = rank
         self._as_loaded = as_loaded
+        self._is_dummy = is_dummy
+        self._paddings: list[Padding] = []
         self._refresh: Refresh | None = None
 
     @classmethod
@@ -84,7 +107,8 @@ class SglangSink:
         """The sink of a `ModelRunner`. Without `catalog` the headers of the server's model path are read."""
         if catalog is None:
             catalog = read_headers(attribute(attribute(runner, "model_config"), "model_path"))
-        return cls(attribute(runner, "model"), catalog, rank=this_rank())
+        is_dummy = attribute(attribute(runner, "load_config"), "load_format") == "dummy"
+        return cls(attribute(runner, "model"), catalog, rank=this_rank(), is_dummy=is_dummy)
 
     def placement(self) -> RankPlacement | None:
         """The placement as SGLang's map has it now; None for a model without expert layers. Cheap, and copied."""
@@ -100,6 +124,18 @@ class SglangSink:
             return self._describe()
         except DescribeError as error:
             raise type(error)(f"rank {self._rank}: {error}") from error
+
+    def pad(self) -> None:
+        """Writes what SGLang's loader fills parameters with, where no loader has run.
+
+        Called once, before the first update writes its first byte: a fill may lie under what is received.
+        """
+        import torch
+
+        if self._is_dummy:
+            with torch.inference_mode():
+                for padding in self._paddings:
+                    padding.write()
 
     def settle(self) -> None:
         """Recomputes tensors that SGLang's loader computes from parameters and its end of a session does not.
@@ -126,6 +162,7 @@ class SglangSink:
         tensors = dict(live_tensors(self._model))
         required = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         trace, refresh = self._trace(tensors, required)
+        self._paddings = []
         builder, padding = LayoutBuilder(), 0
         writes = _by_parameter(trace)
         names = [name for name in tensors if name in required or name in writes]
@@ -133,7 +170,8 @@ class SglangSink:
         for name in names:
             regions, fills = self._held(name, tensors[name], writes[name], experts, placement)
             boxes = [r.box for r in regions]
-            padding += check_coverage(name, tensors[name].shape, boxes, fills) * tensors[name].itemsize
+            padding += check_coverage(name, tensors[name].shape, boxes, [f.box for f in fills]) * tensors[name].itemsize
+            self._paddings += [Padding(tensors[name], fill) for fill in fills]
             for r in regions:
                 builder.add(r.tensor, self._catalog[r.tensor].shape, r.offset, r.view, r.slot)
         dispatch, shared = dispatch_table(layers)
@@ -146,6 +184,8 @@ class SglangSink:
             dispatch_shared=shared,
         )
         self._refresh = refresh
+        if self._is_dummy:
+            self._refuse_random({name: t for name, t in tensors.items() if name not in {*names, *notes.derived}})
         return builder.build(placement, notes)
 
     def _trace(self, tensors: Mapping[str, torch.Tensor], required: set[str]) -> tuple[Trace, Refresh]:
@@ -178,10 +218,9 @@ class SglangSink:
         writes: _Writes,
         experts: Mapping[str, ExpertLayer],
         placement: RankPlacement | None,
-    ) -> tuple[list[Held], list[Box]]:
-        """The regions of one parameter and the boxes that the loader fills."""
-        regions = _once(writes)
-        fills = [f.box for f in writes.fills]
+    ) -> tuple[list[Held], list[Fill]]:
+        """The regions of one parameter and what the loader fills."""
+        regions, fills = _once(writes), writes.fills
         prefix, _, local = name.rpartition(".")
         layer = experts.get(prefix)
         if layer is not None and placement is not None and t.dim() > 0:
@@ -192,6 +231,19 @@ class SglangSink:
             if t.shape[0] == layer.num_slots:
                 return describe_slots(parameter, regions), _fills_of_all_slots(fills, layer.num_slots)
         return [Held.as_traced(r) for r in regions], fills
+
+    def _refuse_random(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Refuses what a dummy model cannot get: `buffers` that nobody computes, and fills of several numbers."""
+        remedy = 'start the server with its checkpoint, not with "--load-format dummy"'
+        for name, buffer in buffers.items():
+            if buffer.is_floating_point():
+                raise DescribeError(f"buffer {name!r} has random numbers, and no checkpoint tensor gives it; {remedy}")
+        for padding in self._paddings:
+            if math.isnan(padding.fill.value):
+                raise DescribeError(
+                    f"parameter {padding.fill.parameter!r}: the loader pads it with several numbers, which the trace "
+                    f"does not tell apart; {remedy}"
+                )
 
     def _check_methods(self) -> None:
         """Refuses weights that SGLang rearranges after loading, which a trace of the loader cannot see."""
@@ -360,6 +412,7 @@ def _once(writes: _Writes) -> list[TracedRegion]:
     return list(regions.values())
 
 
-def _fills_of_all_slots(fills: list[Box], slots: int) -> list[Box]:
+def _fills_of_all_slots(fills: list[Fill], slots: int) -> list[Fill]:
     """Padding inside a slot, at every slot: the loader pads only the slots that it writes."""
-    return list({Box((s, *box.start[1:]), (1, *box.size[1:])) for box in fills for s in range(slots)})
+    boxes = {Box((slot, *fill.box.start[1:]), (1, *fill.box.size[1:])): fill for fill in fills for slot in range(slots)}
+    return [replace(fill, box=box) for box, fill in boxes.items()]

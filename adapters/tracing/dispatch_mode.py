@@ -8,6 +8,7 @@ that the loader made during the trace; it may be written. Everything else existe
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -152,8 +153,10 @@ class LoaderMode(TorchDispatchMode):
         if not reads_placeholders and all(storage_id(t) in self._temporaries for t in written):
             for t in written:
                 temporary = self._temporaries[storage_id(t)]
-                covers = temporary.constant or t.numel() == Box((), temporary.base.size).numel
-                temporary.constant = func in _FILLS and covers
+                value = _fill_value(args) if func in _FILLS else None
+                covers = temporary.constant == value or t.numel() == Box((), temporary.base.size).numel
+                is_constant = value is not None and (covers or temporary.constant is not None)
+                temporary.constant = value if covers else math.nan if is_constant else None
                 temporary.parameter = temporary.parameter or self._parameter_behind(arguments)
             self._record(func, args, kwargs, written=written)
             return func(*args, **kwargs)
@@ -164,7 +167,7 @@ class LoaderMode(TorchDispatchMode):
             for dst, src in zip(args[0], args[1], strict=True):
                 self._write(dst, src, str(func))
         elif func in _FILLS:
-            self._write(args[0], None, str(func))
+            self._write(args[0], _fill_value(args), str(func))
         else:
             names = self._names(*arguments)
             for t in written:
@@ -188,9 +191,9 @@ class LoaderMode(TorchDispatchMode):
             values.append(by_alias[key])
         return None if not values else values[0] if len(values) == 1 else tuple(values)
 
-    def _write(self, dst: torch.Tensor, src: torch.Tensor | None, operator: str) -> None:
-        """Records a copy, or a fill where `src` is None."""
-        if dst.numel() == 0 or (src is not None and same_memory(dst, src)):
+    def _write(self, dst: torch.Tensor, src: torch.Tensor | float, operator: str) -> None:
+        """Records a copy, or a fill where `src` is a number."""
+        if dst.numel() == 0 or (isinstance(src, torch.Tensor) and same_memory(dst, src)):
             return
         try:
             copies = list(self._copies(dst, src))
@@ -199,7 +202,7 @@ class LoaderMode(TorchDispatchMode):
                 return
             record = self._record_for(dst)
             if record is None:
-                self._recorder.used.update(name for name, _, _ in copies if name)
+                self._recorder.used.update(name for name, _, _ in copies if isinstance(name, str))
                 return
             if dst.dtype != record.dtype:
                 raise NotABoxError(f"{dst.dtype} written over {record.dtype}")
@@ -208,35 +211,36 @@ class LoaderMode(TorchDispatchMode):
                     path = (*dtypes, record.dtype)
                     record.pieces.append(Piece(piece.box, name, piece.copy.src_offset, piece.other, path))
         except NotABoxError as why:
-            self._spoil(dst, operator, self._names(src) if src is not None else frozenset(), str(why))
+            self._spoil(dst, operator, self._names(*tensors_in([src])), str(why))
 
     def _write_parameter(
-        self, parameter: str, dst: torch.Tensor, copies: list[tuple[str | None, Copy, tuple[torch.dtype, ...]]]
+        self, parameter: str, dst: torch.Tensor, copies: list[tuple[str | float, Copy, tuple[torch.dtype, ...]]]
     ) -> None:
         t = self._recorder.parameters[parameter]
         if dst.dtype != t.dtype:
             raise NotABoxError(f"{dst.dtype} written over a parameter of {t.dtype}")
         for name, copy, dtypes in copies:
-            if name is None:
-                self._recorder.filled(parameter, copy)
+            if not isinstance(name, str):
+                self._recorder.filled(parameter, copy, name)
                 continue
             check_lossless(self._logical[name].dtype, dtypes, t.dtype)
             self._recorder.copied(parameter, name, self._logical[name].base, copy)
 
     def _copies(
-        self, dst: torch.Tensor, src: torch.Tensor | None
-    ) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
-        """Yields (logical tensor or None for a constant, copy from it, dtypes on the way). Raises NotABoxError."""
-        if src is None:
-            yield None, copy_between(dst), ()
+        self, dst: torch.Tensor, src: torch.Tensor | float
+    ) -> Iterator[tuple[str | float, Copy, tuple[torch.dtype, ...]]]:
+        """Yields (logical tensor or constant, copy from it, dtypes on the way). Raises NotABoxError."""
+        if not isinstance(src, torch.Tensor):
+            yield src, copy_between(dst), ()
             return
         record = self._record_for(src, create=False)
         if record is None:
             # A number in a tensor of its own, as Python's `t[0] = 0` makes it, is a constant as well.
-            is_number = src.dim() == 0 and self._parameter_behind([src]) is None
-            if not is_number and not self._is_constant(src):
+            is_number = src.dim() == 0 and not src.is_meta and self._parameter_behind([src]) is None
+            value = float(src) if is_number else self._constant(src)
+            if value is None:
                 raise NotABoxError("values that are not in the checkpoint")
-            yield None, copy_between(dst), ()
+            yield value, copy_between(dst), ()
             return
         if record.computed is not None:
             raise NotABoxError("values computed from the checkpoint")
@@ -251,8 +255,8 @@ class LoaderMode(TorchDispatchMode):
         record = self._records.get(key)
         if record is None and create and (temporary := self._temporaries.get(key)) is not None:
             record = self._records[key] = Record(temporary.base, temporary.dtype, alive=temporary.alive)
-            if temporary.constant:
-                record.pieces.append(constant_piece(temporary.base))
+            if temporary.constant is not None:
+                record.pieces.append(constant_piece(temporary.base, temporary.constant))
         return record
 
     def _spoil(self, dst: torch.Tensor, operator: str, names: frozenset[str], why: str) -> None:
@@ -275,7 +279,7 @@ class LoaderMode(TorchDispatchMode):
         name = operator_name(func)
         if name in _NO_DATA:
             out = func(*args, **kwargs)
-            self._register(out, name in CONSTANTS)
+            self._register(out, _made_of(name, args, kwargs))
             self._record(func, args, kwargs, results=[out])
             return out
         if func in _ASKS_NO_VALUE:
@@ -320,7 +324,8 @@ class LoaderMode(TorchDispatchMode):
             for i, t in enumerate(args[0]):
                 self._write(out.select(args[1] if len(args) > 1 else 0, i), t, str(func))
         elif func is aten.constant_pad_nd.default and min(args[1]) >= 0:
-            self._records[storage_id(out)].pieces.append(constant_piece(as_allocated(out)))
+            padding_value = float(args[2]) if len(args) > 2 else 0.0
+            self._records[storage_id(out)].pieces.append(constant_piece(as_allocated(out), padding_value))
             inner = out
             for k, padding in enumerate(args[1][::2]):
                 dim = out.dim() - 1 - k
@@ -330,11 +335,11 @@ class LoaderMode(TorchDispatchMode):
             return False
         return True
 
-    def _register(self, t: torch.Tensor, constant: bool, parameter: str | None = None) -> None:
+    def _register(self, t: torch.Tensor, constant: float | None, parameter: str | None = None) -> None:
         """Registers a tensor whose content depends on no checkpoint tensor, though perhaps on a parameter."""
         base = as_allocated(t)
         if t.is_meta:
-            pieces = [constant_piece(base)] if constant else []
+            pieces = [] if constant is None else [constant_piece(base, constant)]
             self._records[storage_id(t)] = Record(base, t.dtype, pieces, alive=_weakly(t))
         else:
             self._temporaries[storage_id(t)] = Temporary(_weakly(t), base, t.dtype, constant, parameter)
@@ -350,7 +355,7 @@ class LoaderMode(TorchDispatchMode):
                 f"the engine's loader reads values of parameter {parameter} ({func}) at checkpoint tensor "
                 f"{self.current!r}; what it does with them cannot be traced"
             )
-        constant = name in CONSTANTS or (func in _COPIES and self._is_constant(args[0]))
+        constant = self._constant(args[0]) if func in _COPIES else _made_of(name, args, kwargs)
         new_tensors = [t for t in results if t is not None]
         for t in new_tensors:
             self._register(t, constant, None if name in _NO_DATA else parameter)
@@ -358,9 +363,10 @@ class LoaderMode(TorchDispatchMode):
             self._record(func, args, kwargs, results=results)
         return out
 
-    def _is_constant(self, t: torch.Tensor) -> bool:
+    def _constant(self, t: torch.Tensor) -> float | None:
+        """The number in all elements of a tensor that was made so during the trace; see `Temporary`."""
         temporary = self._temporaries.get(storage_id(t))
-        return temporary is not None and temporary.constant
+        return None if temporary is None else temporary.constant
 
     # Names
 
@@ -391,7 +397,7 @@ class LoaderMode(TorchDispatchMode):
         names: set[str] = set()
         for record in (self._records.get(storage_id(t)) for t in tensors):
             if record is not None:
-                names.update(record.computed or (), (p.tensor for p in record.pieces if p.tensor is not None))
+                names.update(record.computed or (), (p.tensor for p in record.pieces if isinstance(p.tensor, str)))
         return frozenset(names)
 
 
@@ -405,6 +411,20 @@ def _written(func: Any, args: Any, kwargs: Any) -> Targets:
         if argument.alias_info is not None and argument.alias_info.is_write and value is not None:
             targets.append((frozenset(argument.alias_info.before_set), value))
     return targets
+
+
+def _fill_value(args: Any) -> float:
+    """The number that a fill writes; `zero_` has no argument for it."""
+    return float(args[1]) if len(args) > 1 else 0.0
+
+
+def _made_of(name: str, args: Any, kwargs: Any) -> float | None:
+    """The number that an operator fills its result with, None for one that does not."""
+    if name not in CONSTANTS:
+        return None
+    if "full" in name:
+        return float(kwargs.get("fill_value", args[-1]))
+    return 1.0 if "ones" in name else 0.0
 
 
 def _results(out: Any, arguments: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -27,11 +27,11 @@ __all__ = [
 class Piece:
     """A box of a record that holds logical `tensor` from element `offset` on, `stride` per dimension of the record.
 
-    `tensor` None is a constant. `through` are the dtypes that the values had on the way.
+    A number in place of a name is a constant. `through` are the dtypes that the values had on the way.
     """
 
     box: Box
-    tensor: str | None
+    tensor: str | float
     offset: int
     stride: tuple[int, ...]
     through: tuple[torch.dtype, ...] = ()
@@ -59,7 +59,8 @@ class Temporary:
     alive: StorageWeakRef
     base: Base
     dtype: torch.dtype
-    constant: bool
+    constant: float | None
+    """The number in all of its elements; NaN for several numbers, None for values that depend on anything."""
     parameter: str | None
     """The parameter whose values it was computed from, if any."""
 
@@ -72,11 +73,11 @@ def as_allocated(t: torch.Tensor) -> Base:
     return Base(int(t.storage_offset()), tuple(t.shape), tuple(t.stride()))
 
 
-def constant_piece(base: Base) -> Piece:
-    return Piece(Box((0,) * len(base.size), base.size), None, 0, (0,) * len(base.size))
+def constant_piece(base: Base, value: float) -> Piece:
+    return Piece(Box((0,) * len(base.size), base.size), value, 0, (0,) * len(base.size))
 
 
-def pieces_of(part: Aligned, record: Record) -> Iterator[tuple[str | None, Copy, tuple[torch.dtype, ...]]]:
+def pieces_of(part: Aligned, record: Record) -> Iterator[tuple[str | float, Copy, tuple[torch.dtype, ...]]]:
     """Splits a copy from a box of a record into copies from its pieces. Raises NotABoxError for memory nobody wrote."""
     boxes = [part.box]
     for piece in reversed(record.pieces):

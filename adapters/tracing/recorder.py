@@ -33,11 +33,15 @@ class TracedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The loader fills box `box` of `parameter` with a constant: padding, unless a later copy overwrites it."""
+    """The loader fills box `box` of `parameter` with a constant: padding, unless a later copy overwrites it.
+
+    `value` is NaN where the trace does not tell several numbers apart.
+    """
 
     parameter: str
     box: Box
     order: int
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +101,12 @@ class Recorder:
         self.written.add(parameter)
         self.regions.append(TracedRegion(parameter, box, tensor, source.box.start, view, self.order))
 
-    def filled(self, parameter: str, copy: Copy) -> None:
+    def filled(self, parameter: str, copy: Copy, value: float) -> None:
         """Records a constant in a view of a parameter; only the destination of `copy` counts. Raises NotABoxError."""
         for piece in align(copy, self.base(parameter), "dst"):
             self.order += 1
             self.written.add(parameter)
-            self.fills.append(Fill(parameter, piece.box, self.order))
+            self.fills.append(Fill(parameter, piece.box, self.order, value))
 
     def refused(self, parameter: str, dst: torch.Tensor, operator: str, why: str) -> None:
         """Records a write of a parameter that is no strided copy."""

@@ -47,7 +47,10 @@ class TrainerHooks(Protocol):
         """Frees or offloads optimizer states and gradients; the weights stay."""
 
     def transfer(self, version: int) -> None:
-        """Calls `TrainerWorker.update` with the version on every rank."""
+        """Calls `TrainerWorker.update` with the version on every rank.
+
+        The first version of a trainer that resumes from an older step needs `restart=True` there.
+        """
 
     def offload(self) -> None:
         """Makes room for the KV cache: offloads the weights, or nothing where they may stay."""

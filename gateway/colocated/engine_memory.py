@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import httpx
 
-from weightcast.gateway.addresses import check_url, trusted
+from weightcast.gateway.addresses import check_url, key_fault, key_header, trusted
 from weightcast.transfer.errors import EngineError
 
 __all__ = ["EngineMemory", "SGLangMemory", "UncertainError"]
@@ -49,11 +49,18 @@ class SGLangMemory:
         pause: Literal["abort", "retract"] = "retract",
         timeout: float = 600.0,
         transport: httpx.BaseTransport | None = None,
+        api_key_variable: str = "",
     ) -> None:
+        """`api_key_variable` names the variable of this process's environment with the key of the server.
+
+        That is its `--admin-api-key`, or its `--api-key` where it has no other. Raises EngineError for a variable that
+        is not set.
+        """
         check_url(f"instance {name}: ", url, "its SGLang server")
-        self.name, self._pause = name, pause
+        self.name, self._pause, self._key_variable = name, pause, api_key_variable
+        header = key_header(f"instance {name}: ", api_key_variable, "this process")
         self._client = httpx.Client(
-            base_url=url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(url)
+            base_url=url, timeout=timeout, transport=transport, trust_env=False, verify=trusted(url), headers=header
         )
 
     def pause(self) -> None:
@@ -76,11 +83,12 @@ class SGLangMemory:
         try:
             response = self._client.post(path, json=body)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineError(f"instance {self.name}: {path} was not asked: {error}; is the server up?") from error
+            raise EngineError(f"instance {self.name}: {path} was not asked: {error}; is the server up?") from None
         except httpx.HTTPError as error:
             raise UncertainError(
                 f"instance {self.name}: {path} was asked, but not answered: {type(error).__name__} {error}"
-            ) from error
+            ) from None
         if response.status_code != httpx.codes.OK:
-            text = " ".join(response.text.split())[:500]
+            fault = key_fault(response.status_code, self._key_variable, "api_key_variable")
+            text = fault or " ".join(response.text.split())[:500]
             raise EngineError(f"instance {self.name}: {path} answered {response.status_code}: {text}")

@@ -8,6 +8,7 @@
 - `update`: steps of an update: their order, their deadlines, and what a failure leads to
 - `barrier`: instances of one update that wait for one another, to commit together
 - `engines`: drivers that take an engine through an update by its own API
+- `evictions`: dead instances, which are probed, leave their pair, and come back
 - `waiting`: waits with a deadline, orders, and ranks that are no longer heard from
 - `store`: state that outlives a restart, in one SQLite file
 - `metrics`: counters and gauges in Prometheus' text format

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from weightcast.gateway.addresses import UNKNOWN, Place, check_reachable
 from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
@@ -18,14 +20,19 @@ from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout, TrainerLayout, merge_instance, merge_trainer
 from weightcast.gateway.records import Action, Order
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import ControlError, PairStateError, WeightcastError
+from weightcast.transfer.errors import AddressError, ControlError, PairStateError, WeightcastError
 from weightcast.transfer.plan.parts import PlanParts
 from weightcast.transfer.planner.planner import plan_transfer
 from weightcast.transfer.planner.topology import Hosts
 
-__all__ = ["connect", "connect_instances", "merge_trainer_reports", "watched"]
+__all__ = ["connect", "connect_instances", "glance", "merge_trainer_reports", "watched"]
 
 log = logging.getLogger("weightcast.gateway")
+
+_SHOWN_MEMBERS = 8
+"""Number of missing members of a communicator that a message names."""
+_GLANCE = 1.0
+"""Seconds to see if an engine is there again whose host refused connections."""
 
 
 async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: int) -> None:
@@ -41,6 +48,8 @@ async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: 
     try:
         try:
             await merge_trainer_reports(pair)
+            await glance(instances)
+            pair.check_open()
             if generation != pair.generation:  # what told the instances so is forgotten by a connect
                 raise PairStateError(f"pair {pair.spec.name}: the trainer started anew before its instances connected")
         except Exception as error:  # whatever it is, the ranks have to be told
@@ -52,6 +61,13 @@ async def connect(pair: Pair, generation: int, gateway_host: str, gateway_port: 
             await connect_instances(pair, instances, gateway_host, gateway_port, lambda i: pair.release(step, [i]))
     finally:
         pair.release(step, instances)
+
+
+async def glance(instances: Sequence[Instance]) -> None:
+    """Asks engines whose hosts refused connections once more if they are there, which costs nothing."""
+    await asyncio.gather(
+        *(i.driver.probe(_GLANCE) for i in instances if i.driver.absence is not None and i.driver.absence.refused)
+    )
 
 
 async def connect_instances(
@@ -67,11 +83,18 @@ async def connect_instances(
     """
     calls = {}
     for instance in instances:
+        if (death := instance.death) is not None:  # nobody waits for it
+            instance.failure = None
+            _connect_failed(pair, instance, death)
+            ended(instance)
+    instances = [instance for instance in instances if instance.death is None]
+    for instance in instances:
         if instance.record.phase is not Phase.REGISTERING:
             instance.on(Event.REJOIN)
             instance.clear_epoch()
         try:
             await instance.save()  # a later life of the gateway must not count this epoch again
+            pair.check_open()  # what a new epoch has forgotten
         except ControlError as error:
             instance.stop(error)
         pair.give(instance, Order(Action.REGISTER, instance.record.epoch, instance.updating))
@@ -85,7 +108,8 @@ async def connect_instances(
             merged_layouts[instance.name] = instance.layout = layout
     if merged_layouts:
         try:
-            await _plan(pair, merged_layouts)
+            with pair.waiting(math.inf, lambda: f"the plan for {_listed(list(merged_layouts))} was not made"):
+                await _plan(pair, merged_layouts)
         except Exception as error:
             for name in merged_layouts:
                 _connect_failed(pair, pair.instances[name], as_weightcast_error(error))
@@ -114,10 +138,12 @@ async def merge_trainer_reports(pair: Pair, deadline: Deadline | None = None) ->
     if pair.trainer_layout is None:
         seconds = pair.spec.settings.register
         await pair.wait(
-            lambda: len(pair.trainer_reports) == pair.spec.trainer_world,
+            lambda: pair.closed is not None or len(pair.trainer_reports) == pair.spec.trainer_world,
             seconds if deadline is None else min(seconds, deadline.left),
             lambda: f"trainer ranks {absent(pair.trainer_reports, pair.spec.trainer_world)} did not register",
+            lambda: pair.accounts(r for r in range(pair.spec.trainer_world) if r not in pair.trainer_reports),
         )
+        pair.check_open()
         generation, reports = pair.generation, list(pair.trainer_reports.values())
         layout = await asyncio.to_thread(merge_trainer, reports)
         if generation == pair.generation:  # else it is that of a trainer that has started anew meanwhile
@@ -130,6 +156,7 @@ async def _merge_instance(pair: Pair, instance: Instance) -> InstanceLayout:
         lambda: len(instance.reports) == world,
         pair.spec.settings.register,
         lambda: f"instance {instance.name} ranks {absent(instance.reports, world)} did not register",
+        instance.unregistered,
     )
     catalog = _trainer_layout(pair).tensors
     return await asyncio.to_thread(merge_instance, instance.name, list(instance.reports.values()), catalog)
@@ -154,9 +181,28 @@ async def _plan(pair: Pair, layouts: Mapping[str, InstanceLayout]) -> None:
     checks = DigestCheck(plan)
     for name in layouts:
         instance = pair.instances[name]
+        try:
+            check_reachable(name, _places(pair, instance, parts))
+        except AddressError as error:
+            _connect_failed(pair, instance, error)
+            continue
         instance.parts, instance.checks = parts, checks
         instance.on(Event.PLAN)
         pair.give(instance, Order(Action.JOIN, instance.record.epoch))
+
+
+def _places(pair: Pair, instance: Instance, parts: PlanParts) -> dict[str, Place]:
+    """Places of the members of an instance's communicator, with the addresses at which others have to reach them.
+
+    All reach the first, where they meet. NCCL finds the addresses of the others by itself.
+    """
+    senders = parts.trainer_ranks(instance.name)
+    places = {f"trainer rank {rank}": pair.trainer_places.get(rank, UNKNOWN) for rank in senders}
+    places |= {f"{instance.name} rank {rank}": place for rank, place in sorted(instance.places.items())}
+    if instance.spec.backend == "nccl":
+        for member in tuple(places)[1:]:
+            places[member] = places[member]._replace(address="")
+    return places
 
 
 async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[None]) -> None:
@@ -171,7 +217,8 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
         await instance.until(
             lambda: members <= instance.joined,
             pair.spec.settings.join,
-            lambda: f"instance {instance.name}: {', '.join(sorted(members - instance.joined))} did not join",
+            lambda: f"instance {instance.name}: {_listed(sorted(members - instance.joined))} did not join",
+            lambda: _unjoined(pair, instance),
         )
         await instance.in_update(call, missing)
         if instance.failure is not None:
@@ -182,6 +229,21 @@ async def _finish_connect(pair: Pair, instance: Instance, call: asyncio.Task[Non
     except Exception as error:  # whatever it is, the ranks have to be told
         await _give_up(call)
         _connect_failed(pair, instance, as_weightcast_error(error))
+
+
+def _listed(members: Sequence[str]) -> str:
+    """The first members of a communicator, and the number of the others."""
+    more = f" and {len(members) - _SHOWN_MEMBERS} more" if len(members) > _SHOWN_MEMBERS else ""
+    return ", ".join(members[:_SHOWN_MEMBERS]) + more
+
+
+def _unjoined(pair: Pair, instance: Instance) -> str:
+    """What is known of the ranks of both sides that have not joined."""
+    if instance.parts is None:
+        return ""
+    senders = [r for r in instance.parts.trainer_ranks(instance.name) if f"trainer rank {r}" not in instance.joined]
+    ranks = [r for r in range(instance.world) if f"{instance.name} rank {r}" not in instance.joined]
+    return ", ".join(filter(None, [pair.accounts(senders), instance.accounts(ranks)]))
 
 
 async def _give_up(call: asyncio.Task[None]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from weightcast.gateway.addresses import UNKNOWN, Place
 from weightcast.gateway.control.engines import make_driver
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance, check_version
 from weightcast.gateway.control.store import SavedInstance, Store
@@ -23,17 +24,20 @@ from weightcast.gateway.control.waiting import Party
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, EngineSpec, NonFinite, Order, PairSpec, UpdateRecord
-from weightcast.transfer.deadline import Deadline
+from weightcast.gateway.versions import Version
+from weightcast.transfer.deadline import Deadline, utc
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
     DisplacedError,
+    EngineError,
     InputError,
     PairStateError,
     UnregisteredError,
     VersionError,
     WeightcastError,
 )
+from weightcast.transfer.layout.summaries import number_ranges
 from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.plan.digest_report import DigestReport
 from weightcast.transfer.plan.parts import PlanParts
@@ -57,11 +61,11 @@ class Holding(NamedTuple):
     not know that it was committed.
     """
 
-    verified: int | None = None
+    verified: Version | None = None
     of: str = ""
     uncommitted: bool = False
 
-    def differs(self, uid: str, committed: int | None) -> str:
+    def differs(self, uid: str, committed: Version | None) -> str:
         """Contradiction to a record, in words; empty when there is none."""
         statement = "no version" if committed is None else f"version {committed}"
         if self.verified is None:
@@ -79,7 +83,7 @@ class Step:
     """A connect, or an update to `version`, for one generation of the trainer."""
 
     generation: int
-    version: int | None = None
+    version: Version | None = None
 
 
 class Instance(Party):
@@ -90,7 +94,9 @@ class Instance(Party):
 
     `identities` has the process of each rank. `displaced` has the reason why a process was displaced, by identity: such
     processes are refused until the instance leaves. `latest` is the newest version that a rank says was committed to
-    it.
+    it. `evicted` says why the instance has left, if it did so because it was dead; empty otherwise. `committed_at` is
+    the time of its last commit in this life of the gateway, in UTC. `recognised` are the ranks that have beaten in this
+    life from the process that is known for them.
     """
 
     def __init__(
@@ -113,9 +119,12 @@ class Instance(Party):
         self.layout: InstanceLayout | None = None
         self.identities: dict[int, str] = {}
         self.displaced: dict[str, str] = {}
-        self.latest: int | None = None
+        self.latest: Version | None = None
+        self.committed_at: str | None = None
         self._since: dict[str, str] = {}
         self.paused = self.leaving = False
+        self.evicted = ""
+        self.recognised: set[int] = set()
         self.resend: set[int] | None = None
         self.step: Step | None = None
         self.deadline: Deadline | None = None
@@ -125,6 +134,7 @@ class Instance(Party):
     def clear_epoch(self) -> None:
         """Forgets what belongs to one epoch: reports, plan, rendezvous and joined members."""
         self.reports: dict[int, RankReport] = {}
+        self.places: dict[int, Place] = {}
         self.parts: PlanParts | None = None
         self.checks: DigestCheck | None = None
         self.meeting: tuple[str, int] | None = None
@@ -162,17 +172,96 @@ class Instance(Party):
         return self.record.phase is not Phase.LEFT and not self.leaving
 
     @property
-    def serves(self) -> bool:
-        """True if the instance may answer with a version of this pair, and no rank of it is missed."""
-        return self.record.serves and not self.silent
+    def belongs(self) -> bool:
+        """True if the instance is present, or was evicted and comes back by itself."""
+        return self.present or bool(self.evicted)
 
     @property
-    def updating(self) -> int | None:
+    def heard_whole(self) -> bool:
+        """True if all ranks were heard from, and none is missed."""
+        return len(self.heard) == self.world and not self.silent
+
+    @property
+    def death(self) -> WeightcastError | None:
+        """The error of whatever would wait for an instance that is dead; None for one that may live.
+
+        Dead is one whose engine is not reached. One without an engine to ask is dead when a rank of it is silent.
+        """
+        if (absence := self.driver.absence) is not None:
+            return EngineError(f"instance {self.name}: {absence.why}")
+        if self.silent and self.spec.kind == "worker":
+            return DeadlineError(f"pair {self.pair}: {self.silence()}")
+        return None
+
+    @property
+    def dead_since(self) -> float:
+        """The `time.monotonic()` since which a dead instance was not heard from; infinite for one that may live."""
+        if self.death is None:
+            return math.inf
+        beats = [self.heard[rank] for rank in self.silent]
+        return min([*beats, *([self.driver.absence.since] if self.driver.absence is not None else [])])
+
+    def obituary(self) -> str:
+        """Who of a dead instance was not heard from since when, in words."""
+        if (absence := self.driver.absence) is not None:
+            return absence.why
+        rank = min(self.silent, key=lambda rank: self.heard[rank])
+        process = f" ({_process_name(self.identities[rank])})" if self.identities.get(rank) else ""
+        moment = time.time() - time.monotonic() + self.heard[rank]
+        return f"rank {rank}{process} was not heard from since {utc(moment)}"
+
+    def excuse(self, seconds: float) -> None:
+        """Takes `seconds` as not having passed, in which no engine could be asked either."""
+        super().excuse(seconds)
+        if (absence := self.driver.absence) is not None:
+            absence.since += seconds
+
+    @property
+    def serves(self) -> bool:
+        """True if the instance may answer with a version of this pair, and no rank of it is missed."""
+        return not self.silent and (self.record.serves or self._goes_on)
+
+    @property
+    def _goes_on(self) -> bool:
+        """True after a restart of the gateway, once each rank has beaten from the process that the state file knows.
+
+        The memory of these processes is as it was: a fence would be in the file before the first byte.
+        """
+        record, is_whole = self.record, len(self.recognised) == self.world
+        committed = record.version is not None and not record.fenced
+        return committed and record.reason == RESTARTED and is_whole and not self.paused
+
+    @property
+    def state(self) -> str:
+        """The state in one word, for people: "waiting" until it connects for the first time, or what it is since."""
+        if self.serves:
+            return "serves"
+        never_served = self.record.version is None and not self.generation
+        if never_served and (self.record.phase is Phase.REGISTERING or not self.reports) and self.present:
+            return "waiting"
+        return "fenced" if self.record.fenced and self.present else self.record.phase.value
+
+    @property
+    def unready(self) -> str:
+        """The reason why the instance must get no requests now; empty while it serves and does not leave."""
+        record = self.record
+        if not self.present:
+            return self.evicted or "it has left, or leaves"
+        if self.silent:
+            return self.silence()
+        if self.serves:
+            return ""
+        if record.target is not None and record.fenced:
+            return f"version {record.target} is being written"
+        return record.reason or "no version was committed yet"
+
+    @property
+    def updating(self) -> Version | None:
         """The version of the update that holds the instance; None between updates, and in a connect."""
         return self.step.version if self.step is not None else None
 
     @property
-    def newest(self) -> int | None:
+    def newest(self) -> Version | None:
         """The greatest version that was committed, by the record or by what ranks say."""
         return max((v for v in (self.record.version, self.latest) if v is not None), default=None)
 
@@ -197,14 +286,17 @@ class Instance(Party):
         for rank in range(self.world):
             yield f"{self.name} rank {rank}"
 
-    def on(self, event: Event, *, version: int | None = None, reason: str = "") -> None:
+    def on(self, event: Event, *, version: Version | None = None, reason: str = "") -> None:
         """Moves the record on; see `instance_state.advance`."""
         self.adopt(advance(self.record, event, version=version, reason=reason), event, reason)
 
     def adopt(self, record: InstanceRecord, event: Event, reason: str = "") -> None:
         """Takes a record that `event` has led to."""
         old_record, self.record = self.record, record
-        fields = {"pair": self.pair, "instance": self.name, "version": record.target or record.version}
+        if event is Event.COMMIT:
+            self.committed_at = utc(time.time())
+        version = record.target or record.version
+        fields = {"pair": self.pair, "instance": self.name, "version": None if version is None else version.as_json()}
         log.info("%s: %s -> %s%s", event, old_record.phase, record.phase, f": {reason}" if reason else "", extra=fields)
 
     def saved(self, record: InstanceRecord | None = None) -> SavedInstance:
@@ -212,7 +304,8 @@ class Instance(Party):
         record = record or self.record
         has_left = record.phase is Phase.LEFT or self.leaving
         state = (record.version, record.fenced, record.epoch, self.paused, has_left)
-        return SavedInstance(self.pair, self.name, self.spec, *state, dict(self.identities), dict(self.displaced))
+        processes = (dict(self.identities), dict(self.displaced))
+        return SavedInstance(self.pair, self.name, self.spec, *state, *processes, self.evicted)
 
     async def save(self) -> None:
         """Writes the state of `saved` to the store. Raises ControlError when it cannot be written."""
@@ -229,7 +322,13 @@ class Instance(Party):
             self.failure = error
         self.notify()
 
-    async def until(self, ready: Callable[[], bool], seconds: float, missing: Callable[[], str]) -> None:
+    async def until(
+        self,
+        ready: Callable[[], bool],
+        seconds: float,
+        missing: Callable[[], str],
+        detail: Callable[[], str] = lambda: "",
+    ) -> None:
         """Waits like `wait`, but at most until the time for the whole update is over.
 
         Raises the failure of a rank of this instance at once, and DeadlineError when a rank has fallen silent.
@@ -240,9 +339,9 @@ class Instance(Party):
 
         budget = self.left(seconds)
         if budget < seconds:
-            await self.in_update(self.wait(over, budget, missing), missing)
+            await self._in_time(self.wait(over, budget, missing, detail), missing)
         else:
-            await self.wait(over, seconds, missing)
+            await self.wait(over, seconds, missing, detail)
         if self.failure is not None:
             raise self.failure
         if self.silent and not ready():
@@ -253,7 +352,15 @@ class Instance(Party):
         return seconds if self.deadline is None else min(seconds, self.deadline.left)
 
     async def in_update(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
-        """Runs a step of the update under way. Raises DeadlineError with the text of `missing()` when time is over."""
+        """Runs a call to the engine in the update under way, as one of `waits`.
+
+        Raises DeadlineError with the text of `missing()` when the time for the update is over.
+        """
+        url = self.spec.shown_url
+        with self.waiting(self.left(self.settings.engine), missing, lambda: f"it was asked at {url}" if url else ""):
+            await self._in_time(step, missing)
+
+    async def _in_time(self, step: Awaitable[None], missing: Callable[[], str]) -> None:
         deadline = self.deadline
         if deadline is None:
             await step
@@ -275,20 +382,25 @@ class Instance(Party):
         if epoch != self.record.epoch:
             raise PairStateError(f"instance {self.name} is in epoch {self.record.epoch}, not {epoch}; connect again")
 
-    def check_target(self, version: int) -> None:
+    def check_target(self, version: Version) -> None:
         """Raises VersionError with both numbers unless the instance is being updated to `version`."""
         if version != self.record.target:
             raise VersionError(
                 f"instance {self.name} is being updated to {self.record.target}, not to {version}; it is too late"
             )
 
-    def check_newer(self, version: int) -> None:
-        """Raises VersionError with the numbers unless `version` is newer than the record's and that of any rank."""
+    def check_newer(self, version: Version) -> None:
+        """Raises VersionError with the numbers unless `version` is newer than the record's and that of any rank.
+
+        Raises it, too, for a stamp that no consumer of the instance can read.
+        """
+        if version.lineage > 1 and self.spec.stamps == "integer":
+            raise VersionError(f"instance {self.name} takes integer stamps alone, and not {version}; it has to leave")
         check_version(self.record, version)
         if self.latest is not None and version <= self.latest:
             raise VersionError(
                 f"ranks of instance {self.name} hold version {self.latest}, the record says {self.record.version}; "
-                f"version {version} is not newer, offer a greater one"
+                f"{version.refusal}"
             )
 
     def check_process(self, identity: str) -> None:
@@ -300,13 +412,25 @@ class Instance(Party):
         """A process in words: its number and host, and when it was first heard of by this gateway."""
         return f"{_process_name(identity)} (since {self._since.get(identity, 'before the gateway started')})"
 
+    def process(self, rank: int) -> str:
+        return self._process(identity) if (identity := self.identities.get(rank)) else ""
+
+    def unregistered(self) -> str:
+        """What is known of the ranks that have not registered for the present epoch, and what to do about them."""
+        ranks = [rank for rank in range(self.world) if rank not in self.reports]
+        if self.spec.kind != "worker":
+            remedy = f"the engine was asked at {self.spec.shown_url}; its log says what keeps it"
+        else:
+            remedy = "start the engine, whose ranks call InstanceWorker.serve between two batches"
+        return f"{self.accounts(ranks)}; {remedy}"
+
     def _takes(self, rank: int, identity: str) -> str:
         """Makes a process the one of a rank, and tells in words which process it has displaced.
 
         The last process to say that it is the rank displaces the one before for good. The text is empty for the process
         that was known, or the first.
         """
-        self._since.setdefault(identity, time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()))
+        self._since.setdefault(identity, utc(time.time()))
         holder = self.identities.setdefault(rank, identity)
         if holder == identity:
             return ""
@@ -327,7 +451,13 @@ class Instance(Party):
         self.store.save_soon(self.saved())
 
     async def register(
-        self, epoch: int, rank: int, report: RankReport, identity: str = "", holds: Holding | None = None
+        self,
+        epoch: int,
+        rank: int,
+        report: RankReport,
+        identity: str = "",
+        holds: Holding | None = None,
+        place: Place = UNKNOWN,
     ) -> bool:
         """Takes the report of a rank. Returns True if the rank holds the committed version.
 
@@ -345,13 +475,13 @@ class Instance(Party):
         displacement = self._takes(rank, identity)
         contradiction = holds.differs(self.uid, self.record.version)
         if contradiction and holds.of == self.uid and not holds.uncommitted and holds.verified is not None:
-            self.latest = max(holds.verified, self.latest or 0)
+            self.latest = max(holds.verified, self.latest or holds.verified)
             self._distrust(f"rank {rank} {contradiction}")
         elif (displacement or contradiction) and not self.record.fenced:
             self._distrust(f"{displacement}, with other memory" if displacement else f"rank {rank} {contradiction}")
         if displacement and late:
-            self._start_over(rank)
-        self.reports[rank] = report
+            self._start_over(rank, displacement)
+        self.reports[rank], self.places[rank] = report, place
         self._speaks(rank)
         self.notify()
         return not (displacement or contradiction or self.record.fenced)
@@ -360,14 +490,19 @@ class Instance(Party):
         """Notes that a rank started anew after it had joined: the instance is fenced, and connects anew."""
         check_rank(self.name, rank, self.world, self.pair)
         self.check_process(identity)
-        self._takes(rank, identity)
-        self._start_over(rank)
+        self._start_over(rank, self._takes(rank, identity))
         self._speaks(rank)
         self.notify()
 
-    def _start_over(self, rank: int) -> None:
-        """Fences the instance, because the process of a rank is another one in the middle of an epoch."""
-        error = ControlError(f"{self.name} rank {rank} started anew; the next update connects the instance again")
+    def _start_over(self, rank: int, displacement: str) -> None:
+        """Fences the instance, because the process of a rank is another one in the middle of an epoch.
+
+        `displacement` names both processes, if the one before is known.
+        """
+        clause = f": {displacement}; end one of the two if both run" if displacement else ""
+        error = ControlError(
+            f"{self.name} rank {rank} started anew{clause}; the next update connects the instance again"
+        )
         self.suspect = True
         if not self.record.fenced:
             self._distrust(str(error))
@@ -378,6 +513,7 @@ class Instance(Party):
 
     def _speaks(self, rank: int) -> None:
         """Notes that a missed rank lives, because it asks for something before its beat has come."""
+        self.signs[rank] = time.time()
         if rank in self.heard:
             self.hear(rank, time.monotonic())
 
@@ -395,6 +531,8 @@ class Instance(Party):
                 f"{self.name} rank {rank} is {self._process(holder)}; {_process_name(identity)} has not registered "
                 "for it since the pair was made; its beats do not count"
             )
+        if holder == identity:
+            self.recognised.add(rank)
         if self.hear(rank, time.monotonic()):
             log.info("rank %d is heard again", rank, extra={"pair": self.pair, "instance": self.name, "rank": rank})
             self.notify()
@@ -487,7 +625,7 @@ class Instance(Party):
         await self.poll(decided, wait)
         return last() if decided() else None
 
-    async def report_moved(self, epoch: int, rank: int, version: int, layers: Collection[int]) -> None:
+    async def report_moved(self, epoch: int, rank: int, version: Version, layers: Collection[int]) -> None:
         """Takes the layers whose placement on a rank changed while `version` was transferred.
 
         They come in place of the rank's digests.
@@ -501,7 +639,7 @@ class Instance(Party):
         self.notify()
 
     async def report_digests(
-        self, epoch: int, side: str, rank: int, version: int, report: DigestReport, first: bool = False
+        self, epoch: int, side: str, rank: int, version: Version, report: DigestReport, first: bool = False
     ) -> None:
         """Takes the digests of a rank of this instance after `version` was transferred, or of a trainer rank.
 
@@ -522,8 +660,8 @@ class Instance(Party):
 
 
 def absent(present: Collection[int] | Mapping[int, object], world: int) -> str:
-    """The ranks of 0..world-1 that are not in `present`."""
-    return ", ".join(str(rank) for rank in range(world) if rank not in present)
+    """The ranks of 0..world-1 that are not in `present`, in ranges."""
+    return number_ranges(rank for rank in range(world) if rank not in present)
 
 
 def _process_name(identity: str) -> str:
@@ -540,8 +678,11 @@ def check_rank(who: str, rank: int, world: int, pair: str) -> None:
 
 def check_report(who: str, rank: int, world: int, report: RankReport, pair: str) -> None:
     """Raises InputError for a report of another rank, or of another number of ranks."""
-    if report.rank != rank or report.world_size != world:
+    if report.world_size != world:
+        setting = "trainer_world" if who == "trainer" else "world_size in the instance's record"
         raise InputError(
-            f"{who} rank {rank}: the report says rank {report.rank} of {report.world_size}, "
-            f"expected {rank} of {world} in pair {pair}"
+            f"{who} rank {rank} has world_size={report.world_size}, but pair {pair} has {setting} {world}: "
+            "make them equal"
         )
+    if report.rank != rank:
+        raise InputError(f"{who} rank {rank}: the report is that of rank {report.rank}")

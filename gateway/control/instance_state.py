@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import PairStateError, VersionError
 
 __all__ = ["Event", "InstanceRecord", "Phase", "advance", "check_version"]
@@ -86,8 +87,8 @@ class InstanceRecord:
     name: str
     phase: Phase = Phase.REGISTERING
     epoch: int = 1
-    version: int | None = None
-    target: int | None = None
+    version: Version | None = None
+    target: Version | None = None
     fenced: bool = True
     reason: str = ""
     history: tuple[tuple[str, str, str], ...] = ()
@@ -98,19 +99,19 @@ class InstanceRecord:
         return self.version is not None and not self.fenced and self.phase not in (Phase.FAILED, Phase.LEFT)
 
 
-def check_version(record: InstanceRecord, version: int) -> None:
+def check_version(record: InstanceRecord, version: Version) -> None:
     """Raises VersionError with both numbers unless `version` is newer than what is committed."""
     if record.version is not None and version <= record.version:
-        raise VersionError(
-            f"instance {record.name} has version {record.version}; version {version} is not newer, offer a greater one"
-        )
+        raise VersionError(f"instance {record.name} has version {record.version}; {version.refusal}")
 
 
-def advance(record: InstanceRecord, event: Event, *, version: int | None = None, reason: str = "") -> InstanceRecord:
+def advance(
+    record: InstanceRecord, event: Event, *, version: Version | None = None, reason: str = ""
+) -> InstanceRecord:
     """The record after `event`.
 
-    `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL, DISTRUST and RESEND. A COMMIT of the version
-    that is committed already changes nothing.
+    `version` goes with PREPARE and COMMIT, `reason` with FAIL, CANCEL, DISTRUST, RESEND and LEAVE. A COMMIT of
+    the version that is committed already changes nothing.
 
     Raises PairStateError for an event that is illegal in the record's phase. Raises VersionError for a version that
     does not grow, or is not the one being transferred.
@@ -137,7 +138,7 @@ def advance(record: InstanceRecord, event: Event, *, version: int | None = None,
     elif event in (Event.REJOIN, Event.RESEND):
         changes = {"epoch": record.epoch + 1, "target": None}
     elif event is Event.LEAVE:
-        changes = {"target": None}
+        changes = {"target": None, **({"reason": reason} if reason else {})}
     elif event in (Event.FAIL, Event.CANCEL):
         changes = {"target": None, "reason": reason}
     detail = reason or (str(version) if version is not None else "")

@@ -68,6 +68,7 @@ class _Now(Collector):
     def collect(self) -> Iterator[Metric]:
         names = ["pair", "instance"]
         version = GaugeMetricFamily("weightcast_version", "Version that was committed last.", labels=names)
+        lineage = GaugeMetricFamily("weightcast_lineage", "Lineage of that version.", labels=names)
         serves = GaugeMetricFamily("weightcast_serves", "1 if the instance may answer with its version.", labels=names)
         fenced = GaugeMetricFamily("weightcast_fenced", "1 if only a full update lets it serve.", labels=names)
         silent = GaugeMetricFamily("weightcast_silent_ranks", "Ranks that are no longer heard from.", labels=names)
@@ -78,10 +79,11 @@ class _Now(Collector):
             for instance in tuple(pair.instances.values()):
                 labels = [pair.spec.name, instance.name]
                 if instance.record.version is not None:
-                    version.add_metric(labels, instance.record.version)
+                    version.add_metric(labels, instance.record.version.number)
+                    lineage.add_metric(labels, instance.record.version.lineage)
                 serves.add_metric(labels, instance.serves)
                 fenced.add_metric(labels, instance.record.fenced)
                 silent.add_metric(labels, len(instance.silent))
                 for state in Phase:
                     phase.add_metric([*labels, state.value], state is instance.record.phase)
-        yield from (version, serves, fenced, silent, phase, trainer)
+        yield from (version, lineage, serves, fenced, silent, phase, trainer)

@@ -28,6 +28,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt
 
 from weightcast.gateway.incarnations import Standing, TrainerProcess
 from weightcast.gateway.records import EngineSpec, PairSpec
+from weightcast.gateway.versions import Version
 from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import ControlError, InputError, WeightcastError
 
@@ -58,20 +59,21 @@ _Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 class SavedInstance(Record):
     """State of an instance that is kept.
 
-    `paused` says that its engine was paused for an update, `left` that it has left. `identities` and `displaced` are
-    those of `Instance`.
+    `paused` says that its engine was paused for an update, `left` that it has left. `identities`, `displaced` and
+    `evicted` are those of `Instance`.
     """
 
     pair: str
     name: str
     spec: EngineSpec
-    version: _Number | None
+    version: Version | None
     fenced: StrictBool
     epoch: _Number
     paused: StrictBool
     left: StrictBool
     identities: dict[Annotated[int, Field(ge=0)], str]
     displaced: dict[str, str] = field(default_factory=dict)
+    evicted: str = ""
 
     def __post_init__(self) -> None:
         if bad_ranks := sorted(rank for rank in self.identities if rank >= self.spec.world_size):
@@ -97,6 +99,8 @@ class Store:
         """Opens the file, or makes it. Raises ControlError if it cannot be used, or is not as it was written."""
         if self._path is None:
             return
+        if not self._path.parent.is_dir():
+            raise ControlError(f"state file {self._path}: there is no folder {self._path.parent}; make it first")
         if self._path.is_file() and not self._path.stat().st_size:
             raise ControlError(
                 f"state file {self._path} is empty, so it was cut off; put a backup in its place or remove it"
@@ -192,10 +196,17 @@ class Store:
         deletions = [("delete from processes where pair = ? and process = ?", (pair, process)) for process in forgotten]
         await self._write([*(_saving_process(pair, standing) for standing in standings), *deletions])
 
-    async def save_pair(self, spec: PairSpec, instances: Iterable[SavedInstance]) -> None:
-        """Writes a pair with its instances; otherwise like `save`."""
-        statement = ("insert or replace into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
-        await self._write([statement, *map(_saving, instances)])
+    async def save_pair(
+        self, spec: PairSpec, instances: Iterable[SavedInstance], processes: Iterable[Standing] = ()
+    ) -> None:
+        """Writes a pair with its instances and processes, in place of any of that name; otherwise like `save`."""
+        statement = ("insert into pairs values (?, ?)", (spec.name, json.dumps(asdict(spec))))
+        standings = (_saving_process(spec.name, standing) for standing in processes)
+        await self._write([*_forgetting(spec.name), statement, *map(_saving, instances), *standings])
+
+    async def save_spec(self, spec: PairSpec) -> None:
+        """Writes what is fixed about a pair, unless that was deleted meanwhile; otherwise like `save`."""
+        await self._write([("update pairs set spec = ? where name = ?", (json.dumps(asdict(spec)), spec.name))])
 
     async def save(self, *instances: SavedInstance) -> None:
         """Writes instances, all of them or none. Returns when they are on the disk.
@@ -213,8 +224,7 @@ class Store:
 
     async def forget(self, pair: str) -> None:
         """Removes a pair with its instances and processes."""
-        tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
-        await self._write([(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables])
+        await self._write(_forgetting(pair))
 
     async def _save_later(self, instance: SavedInstance) -> None:
         try:
@@ -273,10 +283,16 @@ def _plain(spec: EngineSpec) -> dict[str, object]:
 
 
 def _saving(instance: SavedInstance) -> _Statement:
-    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec)}
+    version = None if instance.version is None else instance.version.as_json()
+    state = {name: getattr(instance, name) for name in _STATE} | {"spec": _plain(instance.spec), "version": version}
     values = (instance.pair, instance.name, json.dumps(state), instance.pair)
     # A pair that was deleted meanwhile stays forgotten.
     return ("insert or replace into instances select ?, ?, ? where exists (select 1 from pairs where name = ?)", values)
+
+
+def _forgetting(pair: str) -> list[_Statement]:
+    tables = (("pairs", "name"), ("instances", "pair"), ("processes", "pair"))
+    return [(f"delete from {table} where {column} = ?", (pair,)) for table, column in tables]
 
 
 def _saving_process(pair: str, standing: Standing) -> _Statement:

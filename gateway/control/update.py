@@ -8,25 +8,28 @@ paused, and only a full verified update resumes it. A placement that changes bef
 One that changes under the transfer makes the layers concerned go out again, within the same update.
 
 Each instance goes its own way, unless the pair commits all of them together. Then `Agreement` makes them wait for one
-another: before the first byte, before the version is stamped, and before it is committed.
+another: before the first byte, before the version is stamped, and before it is committed. An instance that is dead when
+the update begins takes no part in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from weightcast.gateway.control.barrier import Agreement
-from weightcast.gateway.control.connect import connect_instances, merge_trainer_reports, watched
+from weightcast.gateway.control.connect import connect_instances, glance, merge_trainer_reports, watched
 from weightcast.gateway.control.instance import Instance, Step, absent
 from weightcast.gateway.control.instance_state import Event, Phase, advance
 from weightcast.gateway.control.pair import Pair, as_weightcast_error
 from weightcast.gateway.layouts.merge import InstanceLayout
 from weightcast.gateway.records import Action, DigestCounts, NonFinite, Order, UpdateRecord
+from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import (
     ControlError,
@@ -57,26 +60,60 @@ class _MovedError(UpdateError):
     """The placement of some layers changed while they were sent."""
 
 
-async def update(pair: Pair, version: int, host: str, port: int) -> None:
+async def update(pair: Pair, version: Version, host: str, port: int) -> None:
     """Brings every instance to `version` once all trainer ranks have offered it; the records tell how it ended."""
     deadline = Deadline.after(pair.spec.settings.update)
     step = Step(pair.generation, version)
     try:
+        await pair.begin_lineage(version.lineage)
         await pair.offered(version, deadline)
         await merge_trainer_reports(pair, deadline)
     except WeightcastError as error:
-        records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present}
+        records = {i.name: _refuse(pair, i, step, version, error) for i in pair.present or pair.evicted}
     else:
         members = await pair.begin(version)
-        groups = [members] if pair.spec.commit == "all" else [[instance] for instance in members]
+        groups, refusals = await _grouped(pair, members)
+        records = {i.name: _left_out(pair, i, step, version, error) for i, error in refusals.items()}
         steps = (_update(pair, group, step, version, deadline, host, port) for group in groups)
-        records = {name: record for outcome in await asyncio.gather(*steps) for name, record in outcome.items()}
+        for outcome in await asyncio.gather(*steps):
+            records |= outcome
+        if not members:  # a trainer is not told that all is well
+            records = {i.name: _gone(i, version, i.record.reason) for i in pair.evicted}
     pair.decide(version, records)
     pair.notify()
 
 
+async def _grouped(
+    pair: Pair, members: Sequence[Instance]
+) -> tuple[list[list[Instance]], dict[Instance, WeightcastError]]:
+    """The instances that go through the update, in groups that commit together, and why the others do not.
+
+    Nobody waits for an instance that is dead when the update begins.
+    """
+    await glance(members)
+    deaths = {i: death for i in members if (death := i.death) is not None}
+    alive = [instance for instance in members if instance not in deaths]
+    if pair.spec.commit == "each":
+        return [[instance] for instance in alive], deaths
+    if deaths and len(alive) < pair.spec.needed(len(members)):
+        names = ", ".join(i.name for i in deaths)
+        needed = f"{pair.spec.needed(len(members))} of {len(members)} instances have to commit together"
+        text = f"pair {pair.spec.name}: {needed}, and dead are {names}: {next(iter(deaths.values()))}"
+        return [], deaths | dict.fromkeys(alive, UpdateError(text))
+    text = "all instances that are alive commit together without this one: "
+    return [alive] if alive else [], {i: type(death)(f"{text}{death}") for i, death in deaths.items()}
+
+
+def _left_out(pair: Pair, instance: Instance, step: Step, version: Version, error: WeightcastError) -> UpdateRecord:
+    """The record of an instance that takes no part in an update, which counts as one that it has had."""
+    record = _refuse(pair, instance, step, version, error)
+    instance.updates.append(record)
+    pair.updated(instance.pair, instance.name, record)
+    return record
+
+
 async def _update(
-    pair: Pair, group: Sequence[Instance], step: Step, version: int, deadline: Deadline, host: str, port: int
+    pair: Pair, group: Sequence[Instance], step: Step, version: Version, deadline: Deadline, host: str, port: int
 ) -> dict[str, UpdateRecord]:
     """Updates instances that commit together, once no connect holds any of them. Returns their records by name."""
     start = time.monotonic()
@@ -93,17 +130,22 @@ async def _update(
     outcomes = {i.name: record for i, record in zip(members, records, strict=True)}
     for instance in group:
         reason = f"instance {instance.name} left pair {pair.spec.name}"
-        outcomes.setdefault(instance.name, UpdateRecord(version, False, instance.record.fenced, reason, 0.0))
+        outcomes.setdefault(instance.name, _gone(instance, version, reason))
     return outcomes
 
 
+def _gone(instance: Instance, version: Version, reason: str) -> UpdateRecord:
+    """The record of an instance that is not in the pair."""
+    return UpdateRecord(version, False, instance.record.fenced, reason, 0.0)
+
+
 def _refuse(
-    pair: Pair, instance: Instance, step: Step, version: int, error: WeightcastError, seconds: float = 0.0
+    pair: Pair, instance: Instance, step: Step, version: Version, error: WeightcastError, seconds: float = 0.0
 ) -> UpdateRecord:
     """Tells the ranks that have offered that there will be no update; the instance is as it was."""
-    fields = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+    fields = {"pair": pair.spec.name, "instance": instance.name, "version": version.as_json()}
     log.error(
-        "pair %s instance %s: version %d refused: %s", pair.spec.name, instance.name, version, error, extra=fields
+        "pair %s instance %s: version %s refused: %s", pair.spec.name, instance.name, version, error, extra=fields
     )
     if instance.present:  # one that has left had its last order
         pair.give(instance, Order(Action.END, instance.record.epoch, version, reason=str(error)), step)
@@ -114,12 +156,12 @@ class _Update:
     """One update of one instance, from its first step to its record."""
 
     def __init__(
-        self, pair: Pair, instance: Instance, step: Step, version: int, host: str, port: int, together: Agreement
+        self, pair: Pair, instance: Instance, step: Step, version: Version, host: str, port: int, together: Agreement
     ) -> None:
         self._pair, self._instance, self._step, self._version = pair, instance, step, version
         self._host, self._port, self._together = host, port, together
         self._attempts = self._resends = self._retries = 0
-        self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version}
+        self._where = {"pair": pair.spec.name, "instance": instance.name, "version": version.as_json()}
 
     async def run(self) -> UpdateRecord:
         """Goes through the steps as often as it takes; whatever happens, the ranks are told how it ended."""
@@ -157,7 +199,7 @@ class _Update:
         self._give(Action.END, version, committed=committed, reason=reason)
         return record
 
-    def _give(self, action: Action, version: int | None = None, **fields: Any) -> None:
+    def _give(self, action: Action, version: Version | None = None, **fields: Any) -> None:
         self._pair.give(self._instance, Order(action, self._instance.record.epoch, version, **fields))
 
     async def _until_committed(self) -> DigestCounts:
@@ -214,8 +256,8 @@ class _Update:
             raise ControlError(f"pair {pair.spec.name}: the trainer started anew; it has to connect first")
         pair.check_wanted()  # a connect forgets what the instance was told to stop for
         is_current = instance.generation == pair.generation and instance.failure is None
-        if is_current and instance.record.phase is Phase.CONNECTED:
-            return
+        if is_current and instance.record.phase is Phase.CONNECTED and not instance.silent:
+            return  # ranks of an engine that answers may be silent: it was started again
         old_layout = instance.layout
         await connect_instances(pair, [instance], self._host, self._port)
         if instance.failure is not None:
@@ -283,10 +325,26 @@ class _Update:
             Action.RUN, self._version, layers=None if instance.resend is None else tuple(sorted(instance.resend))
         )
 
-    async def _asked(self, what: str, step: Awaitable[None]) -> None:
+    async def _asked(self, what: str, step: Coroutine[Any, Any, None]) -> None:
         """Runs a step of the engine, within the time for the whole update."""
         instance = self._instance
-        await instance.in_update(step, lambda: f"the engine of instance {instance.name} did not {what}")
+        await instance.in_update(self._answered(step), lambda: f"the engine of instance {instance.name} did not {what}")
+
+    async def _answered(self, step: Coroutine[Any, Any, None]) -> None:
+        """Runs a step of the engine. Raises DeadlineError when its ranks fall silent, as if it stands still.
+
+        In a pair that is closed the step has little time, and then raises the reason for that.
+        """
+        pair, instance, call = self._pair, self._instance, watched(self._instance, step)
+        try:
+            await instance.poll(lambda: call.done() or bool(instance.silent) or pair.closed is not None, math.inf)
+            await instance.poll(lambda: call.done() or bool(instance.silent), instance.settings.clean_up)
+            if not call.done():
+                pair.check_open()
+                raise DeadlineError(f"pair {instance.pair}: {instance.silence()}")
+            await call
+        finally:
+            call.cancel()
 
     async def _prepare(self, call: asyncio.Task[None]) -> None:
         instance, world = self._instance, self._instance.world
@@ -294,6 +352,7 @@ class _Update:
             lambda: len(instance.ready_ranks) == world or bool(instance.stale) or _refused(call),
             instance.settings.prepare,
             lambda: f"instance {instance.name} ranks {absent(instance.ready_ranks, world)} did not get ready",
+            lambda: instance.accounts(rank for rank in range(world) if rank not in instance.ready_ranks),
         )
         if instance.stale:
             raise StalePlanError(f"instance {instance.name}: {instance.stale}")
@@ -316,6 +375,7 @@ class _Update:
                 f"instance {instance.name}: trainer ranks {absent(instance.first_digests, senders)} did not digest "
                 "their weights before the transfer"
             ),
+            lambda: self._pair.accounts(rank for rank in range(senders) if rank not in instance.first_digests),
         )
         reports = dict(instance.first_digests)
         if not any(len(report.values.row) for report in reports.values()):
@@ -383,10 +443,12 @@ class _Update:
     async def _over(self, call: asyncio.Task[None]) -> None:
         """Waits for the end of the engine's call, before anything else is asked of the engine.
 
-        The wait is short for an engine that is not heard from.
+        The wait is short for an engine that is not heard from, and in a pair that is closed.
         """
         settings = self._pair.spec.settings
-        seconds = max(self._instance.left(settings.engine), settings.clean_up)
+        seconds = settings.clean_up
+        if self._pair.closed is None:
+            seconds = max(self._instance.left(settings.engine), seconds)
         await self._instance.poll(lambda: call.done() or bool(self._instance.silent), seconds)
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), settings.clean_up)
@@ -433,7 +495,7 @@ class _Update:
         seconds = max(instance.left(instance.settings.engine), instance.settings.clean_up)
         try:
             async with asyncio.timeout(seconds):
-                await instance.driver.resume()
+                await self._answered(instance.driver.resume())
         except (WeightcastError, TimeoutError) as failure:
             error = str(failure) or f"it did not answer within {seconds:g} s"
             log.error("instance %s: committed, but not resumed: %s", instance.name, error, extra=self._where)

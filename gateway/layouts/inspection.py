@@ -1,11 +1,12 @@
 """Table of an instance for `weightcast inspect`: bytes of each rank, slots, replicas, same-rank pairs, dispatch.
 
-`merge_instance` makes a layout only if it is complete and its ranks agree, so the table says what was proven.
+`merge_instance` makes a layout only if it is complete and its ranks agree, so the table says what was proven. Where
+there is no layout, `ReportsTable` says what each rank has reported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,16 @@ from weightcast.transfer.layout.summaries import number_ranges, summarize
 from weightcast.transfer.layout.tables import NO_SLOT, RankReport
 from weightcast.transfer.layout.tensor_names import NONE, parse_names
 
-__all__ = ["DispatchAudit", "InspectTable", "RankSummary", "SameRankPair", "SlotSummary", "inspect_instance"]
+__all__ = [
+    "DispatchAudit",
+    "InspectTable",
+    "RankSummary",
+    "ReportsTable",
+    "SameRankPair",
+    "SlotSummary",
+    "inspect_instance",
+    "inspect_reports",
+]
 
 _SHOWN_PAIRS = 20
 
@@ -93,10 +103,7 @@ class InspectTable:
             f"instance {self.instance}, layout {self.fingerprint}",
             f"coverage: complete, {self.tensors} tensors of {_bytes(self.tensor_bytes)}",
             "",
-            *_columns(
-                ("rank", "host", "storage rank", "regions", "bytes", "parameters", "padding", "slots"),
-                [_rank_cells(rank) for rank in self.ranks],
-            ),
+            *_rank_lines(self.ranks),
             "",
             *self._expert_lines(),
         ]
@@ -126,6 +133,41 @@ class InspectTable:
             return [*lines, "dispatch audit: no rank reported a dispatch table"]
         note = "all ranks have the same table" if self.dispatch.shared else "each rank may have its own"
         return [*lines, f"dispatch audit: {self.dispatch.entries} entries of {self.dispatch.ranks} ranks agree, {note}"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportsTable:
+    """The reports of an instance that has no layout, and the reason. `missing` are ranks that have not reported.
+
+    `names` has the tensors of each rank, in words.
+    """
+
+    instance: str
+    reason: str
+    missing: tuple[int, ...]
+    ranks: tuple[RankSummary, ...]
+    names: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as plain values, for `json.dumps`."""
+        return {**asdict(self), "complete": False}
+
+    def to_text(self) -> str:
+        """The table as lines of text, for people."""
+        lines = [f"instance {self.instance} has no layout: {self.reason}"]
+        if self.missing:
+            lines.append(f"ranks that have not reported: {number_ranges(self.missing)}")
+        lines += ["", *_rank_lines(self.ranks), ""]
+        lines += [f"rank {rank.rank} holds {names}" for rank, names in zip(self.ranks, self.names, strict=True)]
+        return "\n".join(lines)
+
+
+def inspect_reports(instance: str, world: int, reports: Mapping[int, RankReport], reason: str) -> ReportsTable:
+    """The table of an instance of `world` ranks whose connect has not come to a layout, for a reason."""
+    ordered = [reports[rank] for rank in sorted(reports)]
+    missing = tuple(rank for rank in range(world) if rank not in reports)
+    names = tuple(summarize(report.table.tensors.names) or "nothing" for report in ordered)
+    return ReportsTable(instance, reason, missing, tuple(_summary(report) for report in ordered), names)
 
 
 def inspect_instance(layout: InstanceLayout) -> InspectTable:
@@ -199,6 +241,11 @@ def _pairs(layout: InstanceLayout) -> list[SameRankPair]:
             if layer in rank_layers
         ]
     return pairs
+
+
+def _rank_lines(ranks: Sequence[RankSummary]) -> list[str]:
+    titles = ("rank", "host", "storage rank", "regions", "bytes", "parameters", "padding", "slots")
+    return _columns(titles, [_rank_cells(rank) for rank in ranks])
 
 
 def _rank_cells(rank: RankSummary) -> tuple[object, ...]:

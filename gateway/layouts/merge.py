@@ -11,6 +11,7 @@ is kept. Replicas of an expert are rows of their own, also two on one rank: no k
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,12 @@ from weightcast.transfer.layout.summaries import number_ranges, summarize
 from weightcast.transfer.layout.tables import RankReport, RegionTable, TensorSpec, TensorTable
 
 __all__ = ["InstanceLayout", "TrainerLayout", "merge_instance", "merge_trainer"]
+
+_SINGLE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+_FUSED_EXPERTS = re.compile(r"(.*\.experts)\.[A-Za-z_]+$")
+"""Names of one expert's tensor in a checkpoint, and of the tensor of all experts of a layer, with the layer first."""
+
+_LEFT_OUT = "; LayoutNotes(left_out=...) of its description names what it is not to have"
 
 
 @dataclass(frozen=True)
@@ -193,10 +200,23 @@ def _catalog_gaps(layout: InstanceLayout) -> list[str]:
     extra_names = [layout.tensors.names[i] for i in np.flatnonzero(row < 0).tolist()]
     gaps = []
     if absent_names:
-        gaps.append(f"{summarize(absent_names)}: on no rank of {layout.name}")
+        gaps.append(f"{summarize(absent_names)}: on no rank of {layout.name}{_LEFT_OUT}")
     if extra_names:
         gaps.append(f"{summarize(extra_names)}: on {layout.name}, but on no trainer rank, so it would never be updated")
+    gaps += _fused_hint(absent_names, extra_names, layout.name) + _fused_hint(extra_names, absent_names, "the trainer")
     return gaps
+
+
+def _fused_hint(names: Sequence[str], other_names: Sequence[str], other_side: str) -> list[str]:
+    """A remedy where the other side has the experts of a layer as one tensor, as Transformers keeps them in memory."""
+    layers = {match[1] for name in names if (match := _SINGLE_EXPERT.match(name))}
+    fused_names = [name for name in other_names if (match := _FUSED_EXPERTS.match(name)) and match[1] in layers]
+    if not fused_names:
+        return []
+    return [
+        f"{fused_names[0]!r} of {other_side} is all experts of a layer in one tensor: use checkpoint names, "
+        "FsdpSource(model) gives them"
+    ]
 
 
 def _require_casts(layout: InstanceLayout) -> None:

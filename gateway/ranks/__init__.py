@@ -10,5 +10,6 @@ that a rank lives.
 - `orders`: orders of all instances in one poll, as a trainer rank follows them
 - `digests`: digests that a rank makes in an update, and the time they take
 - `heartbeat`: thread that tells the gateway that a rank lives
+- `outage`: gateway that an engine does not reach: when to ask it again, and a line a minute
 - `host`: names of a rank's host and process
 """

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weightcast.gateway.versions import Version
 from weightcast.transfer.boxes.arrays import DigestArray
 from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.errors import PairStateError, WeightsChangedError
@@ -53,7 +54,7 @@ class PartDigests:
         self,
         part: RankPart,
         layout: RankLayout,
-        version: int,
+        version: Version,
         labels: Mapping[str, object] | None = None,
         *,
         values: bool = False,
@@ -68,11 +69,12 @@ class PartDigests:
         if part.verify is Verify.OFF:
             rows, digests = rows.between(0, 0), np.empty(0, dtype=np.uint64)
         else:
-            digester, sample = self._digester(rows, layout), Sample.of(part.verify, version)
+            digester, sample = self._digester(rows, layout), Sample.of(part.verify, version.number)
             digests, counts = digester.read(sample) if values else (digester.run(sample), counts)
         seconds = time.perf_counter() - start
         label = f"{'trainer' if part.is_trainer else part.instance} rank {part.rank}"
-        fields = {"rank": part.rank, "version": version, "digest_seconds": seconds, "verify": part.verify.value}
+        fields: dict[str, object] = {"rank": part.rank, "version": version.as_json()}
+        fields |= {"digest_seconds": seconds, "verify": part.verify.value}
         log.info("%s: digested %d boxes in %.3f s", label, len(rows), seconds, extra={**(labels or {}), **fields})
         report = DigestReport(None if part.is_trainer else part.instance, part.rank, rows.cell, digests, counts)
         return Digested(report, seconds)
@@ -120,7 +122,11 @@ class SharedDigests:
         self._digests.prepare(part, layout)
 
     def begin(
-        self, parts: Sequence[RankPart], layout: RankLayout, version: int, labels: Mapping[str, object] | None = None
+        self,
+        parts: Sequence[RankPart],
+        layout: RankLayout,
+        version: Version,
+        labels: Mapping[str, object] | None = None,
     ) -> None:
         """Starts the first pass for all parts of an update, and forgets the update before: memory may have changed.
 

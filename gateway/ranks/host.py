@@ -1,7 +1,7 @@
-"""Names of a rank's host and of its process.
+"""Names of a rank's host, of its network and of its process.
 
 Names of hosts serve the planner, which prefers sources on the receiver's host. Names of processes tell two apart that
-say they are one rank.
+say they are one rank. Names of networks tell which ranks share a loopback device.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import socket
 import sys
 import uuid
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["HOST_VARIABLE", "host_name", "name_of_node", "process_identity"]
+__all__ = ["HOST_VARIABLE", "host_name", "name_of_node", "network_name", "process_identity"]
 
 HOST_VARIABLE = "WEIGHTCAST_HOST"
 """Environment variable with the name of the host, for ranks that have another idea of it than their peers."""
@@ -27,6 +28,19 @@ def host_name() -> str:
     if ray is None or not ray.is_initialized():
         return socket.gethostname()
     return name_of_node(ray.get_runtime_context().get_node_id(), ray.nodes())
+
+
+def network_name() -> str:
+    """Name of the network of this process: BOOT:NAMESPACE, equal for processes that share a loopback device.
+
+    It is that of one boot of the kernel, and of one network namespace: containers of a machine may have one each.
+    Empty where the system has neither.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return ""
 
 
 def process_identity() -> str:

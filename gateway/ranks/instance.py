@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from weightcast.gateway.addresses import UNKNOWN
 from weightcast.gateway.client import POLL, GatewayClient, Orders, Seat
 from weightcast.gateway.ranks.digests import PartDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
@@ -25,13 +26,21 @@ from weightcast.gateway.ranks.membership import (
     changed_placement,
     check_unmoved,
     join,
+    place_of,
     report_of,
 )
+from weightcast.gateway.ranks.orders import say_who_is_missing
+from weightcast.gateway.ranks.outage import Outage
 from weightcast.gateway.records import Action, Order
+from weightcast.gateway.reminder import SAY_SECONDS, SELDOM_SECONDS, Reminder
 from weightcast.gateway.settings import Settings
+from weightcast.gateway.versions import Version
 from weightcast.transfer.deadline import Deadline
+from weightcast.transfer.documents import whole_number
 from weightcast.transfer.errors import (
     AbsentError,
+    AuthorizationError,
+    ControlError,
     DisplacedError,
     PairStateError,
     StalePlanError,
@@ -40,11 +49,15 @@ from weightcast.transfer.errors import (
 )
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
-from weightcast.transfer.protocols import Settles, Sink
+from weightcast.transfer.protocols import Settles, Sink, check_sink, layout_of
+from weightcast.transfer.transports.choose import check_backend
 
 __all__ = ["InstanceWorker", "MemoryRecord"]
 
 log = logging.getLogger("weightcast.worker")
+
+_ANSWER = 5.0
+"""Seconds that the gateway may take to answer an engine that has nothing to do for it."""
 
 
 @dataclass(slots=True)
@@ -58,8 +71,8 @@ class MemoryRecord:
     trainer of pair `followed_in` that wrote the memory last. `identity` stands for the process.
     """
 
-    version: int | None = None
-    verified: int | None = None
+    version: Version | None = None
+    verified: Version | None = None
     of: str = ""
     uncommitted: bool = False
     unconfirmed: bool = False
@@ -70,6 +83,9 @@ class MemoryRecord:
 
 class InstanceWorker:
     """An inference rank's side: `connect` once an epoch, then `transfer` and `verify` once an update; or `serve`.
+
+    `address` is the one at which the trainer's ranks reach this one. Unless given it is the local address of the
+    connection to the gateway, or that of the Ray node for `ray://`.
 
     `memory` is that of an earlier worker of this process whose weights are still there; without it nothing is held yet.
     When two processes say that they are one rank, the last to say so is. The other one is refused for good, with
@@ -87,40 +103,50 @@ class InstanceWorker:
         world_size: int,
         token: str | None = None,
         backend: str = "tcp",
-        address: str = "127.0.0.1",
+        address: str | None = None,
         deadline: float | None = None,
         memory: MemoryRecord | None = None,
     ) -> None:
+        check_sink(sink)
+        check_backend(backend)
         self._url, self._token = url, token
         self.memory = memory or MemoryRecord()
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage, identity=self.memory.identity)
+        self._client.reminder = Reminder(self._remind, SAY_SECONDS, SELDOM_SECONDS)
         self._heartbeat: Heartbeat | None = None
         self._pair, self._instance, self._sink = pair, instance, sink
-        self._rank, self._world = rank, world_size
+        self._rank, self._world = whole_number("rank", rank), whole_number("world_size", world_size)
         self._who = f"{instance} rank {rank}"
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
+        self._place = UNKNOWN
         self._member: Member | None = None
         self._joining: Joining | None = None
         self._digests = PartDigests()
         self._run: Run | None = None
-        self._given_up = self._quiet = False
+        self._given_up = self._quiet = self._closed = self._left = False
         self._epoch = 0
         self._cursor: int | None = None
         self._boot = self._uid = ""
         self._ahead: Orders | None = None
-        self._absent = False
+        self._absent = ""
+        self._outage = Outage(url, self._who)
         self._displaced: DisplacedError | None = None
-        self._target: int | None = None
+        self._target: Version | None = None
 
     @property
     def version(self) -> int | None:
-        """The version that was committed last, None before the first."""
-        return self.memory.version
+        """The number of the version that was committed last, None before the first."""
+        return None if self.memory.version is None else self.memory.version.number
 
     @property
-    def target(self) -> int | None:
+    def stamp(self) -> str | None:
+        """The text of the version that was committed last, such as "81@2"; None before the first."""
+        return None if self.memory.version is None else str(self.memory.version)
+
+    @property
+    def target(self) -> Version | None:
         """The version that was received last, committed or not."""
         return self._target
 
@@ -136,6 +162,7 @@ class InstanceWorker:
 
     def connect(self, epoch: int) -> None:
         """Describes this rank, registers it, fetches its part, joins. A failure is told to the gateway, then raised."""
+        self._check_open()
         self.disconnect()
         self._epoch = epoch
         with self._telling():
@@ -145,9 +172,10 @@ class InstanceWorker:
 
     def _register(self, epoch: int) -> None:
         self._live()
-        self._layout = self._sink.describe()
+        self._layout = layout_of(self._sink)
         report = report_of(self._layout, self._rank, self._world)
         memory = self.memory
+        self._place = place_of(self._client, self._address)
         committed, self._uid = self._client.register_instance(
             self._seat(epoch),
             report,
@@ -155,6 +183,7 @@ class InstanceWorker:
             of=memory.of,
             uncommitted=memory.uncommitted,
             followed=memory.followed if memory.followed_in == self._pair else 0,
+            place=self._place,
         )
         self._still_wanted()
         self._confirm(committed)
@@ -176,12 +205,12 @@ class InstanceWorker:
 
     def _join(self, epoch: int, failed: Callable[[BaseException], None] = lambda error: None) -> None:
         """Fetches the part, and begins to join in a thread: it waits for others, whom the gateway may give up."""
-        seat, layout = self._seat(epoch), self._described()
+        seat, layout, address = self._seat(epoch), self._described(), self._place.address
         part = self._client.part(seat, time.monotonic() + self._waits.gateway)
         self._digests.prepare(part, layout)
         self._joining = Joining(
             self._waits.join,
-            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining),
+            lambda joining: join(self._client, seat, part, layout, self._backend, address, joining),
             failed,
         )
         if self._given_up:
@@ -216,7 +245,8 @@ class InstanceWorker:
             self.memory.uncommitted, self.memory.verified = True, None
             self._target = order.version
             self.memory.followed, self.memory.followed_in = order.trainer, self._pair
-            labels = {"pair": self._pair, "version": self._target}
+            target = None if self._target is None else self._target.as_json()
+            labels = {"pair": self._pair, "version": target}
             return executor.run(Deadline.after(self._waits.transfer), labels)
         except StalePlanError:
             raise
@@ -246,7 +276,11 @@ class InstanceWorker:
         self._tell(error)
 
     def _heard(self, sent: float, running: int | None) -> None:
-        """Ends the run when the gateway answers a beat that it waits for another one, or for none."""
+        """Ends the run when the gateway answers a beat that it waits for another one, or for none.
+
+        A gateway that answers beats is asked for orders again at once.
+        """
+        self._outage.soon()
         run = self._run
         if run is not None and sent > run.since and running != run.epoch:
             log.warning("%s: the run is called off", self._who)
@@ -294,34 +328,61 @@ class InstanceWorker:
         """Follows the gateway's orders through one connect or update, for engines without an API of their own.
 
         Call it between two batches, on every rank. Returns when there is no order within `wait` seconds, and stays
-        while something is under way. Returns the version that was committed, None when none was.
+        while something is under way. Returns the number of the version that was committed, None when none was; `stamp`
+        tells its lineage too.
 
-        A pair that is deleted, or that the instance has left, is logged once and waited for; then it returns None.
-        Raises TransferError when the gateway did not answer for the setting `outage`, and at once while it goes on like
-        that. Raises DisplacedError, for good, when another process has taken the place of this one.
+        A pair that is not there, or that has no such instance, is logged once and waited for; then it returns None. So
+        it does for a gateway that is not reached, which is logged once a minute and asked again by later calls. Such a
+        call waits for one answer, and in the middle of an update for the setting `outage`. A gateway that no longer
+        takes the token is treated alike. Raises AuthorizationError for a token that was never taken. Raises
+        DisplacedError, for good, when another process has taken the place of this one.
         """
+        self._check_open()
         deadline = time.monotonic() + wait
         try:
             while True:
                 try:
-                    return self._serve(deadline)
+                    if not self._outage.left:
+                        return self._serve(deadline)
                 except AbsentError as error:
-                    if self._cursor is None:
-                        raise  # nobody knows yet if there is such a pair
+                    self._outage.over()
                     self._say_absent(error)
-                if time.monotonic() >= deadline:
+                except AuthorizationError as error:
+                    if self._cursor is None:
+                        raise  # its token was never right
+                    self._outage.note(error, self._standing)
+                except TransferError as error:
+                    if not self._client.lost:
+                        raise
+                    self._outage.note(error, self._standing)
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
                     return None
-                time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+                time.sleep(min(1.0, seconds, self._outage.left or 1.0))
         except DisplacedError as error:
             self._displaced = error
             raise
         finally:
+            self._client.once = None
             self._give_up_join()
+
+    @property
+    def _holds(self) -> str:
+        """The version that was committed to this rank last, in words."""
+        return "no version" if self.version is None else f"version {self.stamp}"
+
+    @property
+    def _standing(self) -> str:
+        """What this rank does while its gateway is gone, in words."""
+        if not self.fenced:
+            return f"serving version {self.stamp}"
+        return "nothing was committed yet" if self.version is None else f"fenced since version {self.stamp}"
 
     def _serve(self, until: float) -> int | None:
         if self._displaced is not None:
             self.disconnect()
             raise self._displaced
+        self._client.once = _ANSWER
         if self._cursor is None:
             self._cursor = self._first_order()
         self._ahead = None
@@ -329,9 +390,12 @@ class InstanceWorker:
         while True:
             patience = POLL if busy else max(0.0, until - time.monotonic())
             answer = self._ahead or self._client.orders(self._pair, self._instance, self._cursor, patience, self._boot)
-            self._ahead, self._absent = None, False
+            self._ahead, self._absent = None, ""
+            self._outage.over()
             if answer.boot != self._boot:
                 return self._meet_again(answer.boot)
+            if answer.orders:
+                self._client.once = None  # something is under way: the gateway may start anew meanwhile
             for number, order in enumerate(answer.orders, answer.given - len(answer.orders)):
                 if number < self._cursor:
                     continue
@@ -343,20 +407,42 @@ class InstanceWorker:
             if not busy and time.monotonic() >= until:
                 return None
 
+    def _remind(self) -> None:
+        """Says what this rank waits for: to join again, its first connect, or ranks that are missing in another one."""
+        if self._left:
+            self._say_left(f"instance {self._instance} is not in pair {self._pair}")
+        elif self._epoch:
+            say_who_is_missing(self._client, self._pair, self._who, self._instance)
+        elif not self._absent:
+            text = "no connect from the trainer yet; its next connect() or update() brings one"
+            log.warning("%s: pair %s: %s", self._who, self._pair, text)
+
+    def _say_left(self, reason: str) -> None:
+        log.warning("%s: %s; this rank waits until it joins again", self._who, reason)
+
+    def _say_failure(self, order: Order) -> None:
+        """Says why a connect or an update of this instance failed, or why it has left."""
+        if order.action is Action.FAILED:
+            log.warning("%s: the connect failed: %s", self._who, order.reason)
+        elif order.action is Action.END and order.version is not None and not order.committed:
+            log.warning("%s: version %s was not committed: %s", self._who, order.version, order.reason)
+        elif order.action is Action.LEFT:
+            self._say_left(order.reason)
+
     def _say_absent(self, error: AbsentError) -> None:
-        if not self._absent:
-            self._absent = True
+        if str(error) != self._absent:  # once, and again when there are other pairs: the name may be misspelt
+            self._absent = str(error)
             self.disconnect()
-            text = f"keeps version {self.version} and waits for pair {self._pair} to be created again"
-            log.warning("%s: %s; this rank %s", self._who, error, text)
+            log.warning("%s: %s; holds %s and waits for pair %s to have it", self._who, error, self._holds, self._pair)
 
     def _first_order(self) -> int:
         """Number of the first order for this worker, behind those that an earlier one has followed."""
         self._live()
         answer = self._client.orders(self._pair, self._instance, 0, 0.0)
         self._boot = answer.boot
-        action = answer.orders[-1].action if answer.orders else Action.LEFT
-        if action in (Action.REGISTER, Action.LEFT):
+        action = answer.orders[-1].action if answer.orders else None
+        self._left = action is Action.LEFT
+        if action in (None, Action.REGISTER, Action.LEFT):
             return answer.given - (action is Action.REGISTER)
         self._client.restarted(self._pair, self._instance, self._rank)
         return answer.given
@@ -365,19 +451,19 @@ class InstanceWorker:
         """Leaves the life of the pair that is over, as the gateway was restarted or the pair created again. An update
         that was under way is over, committed if the gateway says so: then returns its version.
         """
-        text = "the gateway was restarted or the pair created again; this rank holds version"
-        log.warning("%s: %s %s", self._who, text, self.version)
+        text = "the gateway was restarted or the pair created again; this rank holds"
+        log.warning("%s: %s %s", self._who, text, self._holds)
         self.disconnect()
         self._live()
         status, memory = self._client.pair_status(self._pair), self.memory
         record = status["instances"].get(self._instance, {})
-        claim, old_version = (memory.verified, memory.of, False), memory.version
-        is_committed = (
-            memory.verified is not None and (record.get("version"), status["uid"], record.get("fenced")) == claim
+        verified, old_version = memory.verified, memory.version
+        is_committed = verified is not None and (
+            (record.get("version"), status["uid"], record.get("fenced")) == (verified.as_json(), memory.of, False)
         )
         self._confirm(is_committed)
-        self._boot, self._cursor = boot, 0
-        return self.version if is_committed and self.version != old_version else None
+        self._boot, self._cursor, self._left = boot, 0, False
+        return self.version if is_committed and memory.version != old_version else None
 
     def _is_last(self, order: Order) -> bool:
         """True if an order ends a connect or an update. Within an update connecting does not end it."""
@@ -400,6 +486,8 @@ class InstanceWorker:
 
     def _obey(self, order: Order) -> None:
         """Follows one order. Failures are told to the gateway, which ends the connect or update."""
+        self._left = order.action is Action.LEFT
+        self._say_failure(order)
         with suppress(WeightcastError):
             if order.action is Action.REGISTER:
                 self.disconnect()
@@ -442,12 +530,17 @@ class InstanceWorker:
             joining.abandon()
 
     def close(self) -> None:
-        """Leaves the communicator and the gateway."""
+        """Leaves the communicator and the gateway, for good."""
+        self._closed = True
         self.disconnect()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
         self._client.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ControlError(f"{self._who}: this InstanceWorker was closed; make a new one")
 
     def _seat(self, epoch: int | None = None) -> Seat:
         """Place of this rank in an epoch, the present one unless given."""

@@ -6,23 +6,26 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
 
+from weightcast.gateway.addresses import Place
 from weightcast.gateway.client import GatewayClient, Seat
-from weightcast.gateway.ranks.host import host_name
+from weightcast.gateway.ranks.host import host_name, network_name
 from weightcast.gateway.settings import Settings
 from weightcast.transfer.colocated.offers import Share
 from weightcast.transfer.colocated.peers import Neighbours, find_neighbours
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, PairStateError, StalePlanError
+from weightcast.transfer.errors import DeadlineError, InputError, PairStateError, StalePlanError
 from weightcast.transfer.executor import Executor, member_labels
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.layout.placement import RankPlacement
 from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.layout.tensor_names import NONE, parse_names
 from weightcast.transfer.plan.operations import RankPart
+from weightcast.transfer.transports.addresses import bare, numeric
 from weightcast.transfer.transports.choose import join_group
 from weightcast.transfer.transports.communicator import Communicator
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
@@ -37,6 +40,7 @@ __all__ = [
     "check_unmoved",
     "join",
     "only_layers",
+    "place_of",
     "report_of",
 ]
 
@@ -60,6 +64,8 @@ class Waits:
     def of(cls, settings: Settings, deadline: float | None = None) -> Waits:
         """Waits from the settings of a pair; a `deadline` in their place bounds every wait."""
         if deadline is not None:
+            if not (isinstance(deadline, Real) and deadline > 0):
+                raise InputError(f"deadline is {deadline!r}, expected seconds above 0, or None for the pair's settings")
             return cls(deadline, deadline, deadline, min(settings.outage, deadline), settings.heartbeat)
         return cls(settings.join, settings.transfer, settings.longest, settings.outage, settings.heartbeat)
 
@@ -129,6 +135,11 @@ def only_layers(part: RankPart, layers: Collection[int]) -> RankPart:
 def report_of(layout: RankLayout, rank: int, world_size: int) -> RankReport:
     """Report of a layout, as it goes on the wire."""
     return RankReport(rank, world_size, host_name(), layout.table, layout.placement, layout.notes)
+
+
+def place_of(client: GatewayClient, address: str | None) -> Place:
+    """Place of this rank: at `address`, or unless given at the local address of its connection to the gateway."""
+    return Place(host_name(), numeric(bare(address)) if address else client.local_address, network_name())
 
 
 def join(

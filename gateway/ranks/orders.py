@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeAlias
 
 from weightcast.gateway.client import POLL, GatewayClient
-from weightcast.gateway.records import Order
-from weightcast.transfer.errors import ControlError, DeadlineError
+from weightcast.gateway.records import Order, wait_lines
+from weightcast.gateway.reminder import SAY_SECONDS
+from weightcast.transfer.errors import ControlError, DeadlineError, WeightcastError
 
-__all__ = ["Follow", "OrderFeed"]
+__all__ = ["Follow", "OrderFeed", "say_who_is_missing"]
+
+log = logging.getLogger("weightcast.worker")
 
 Follow: TypeAlias = Callable[[str, Callable[[], Order]], None]
 """Work for one instance, given its name and a call that waits for its next order."""
+
+
+def say_who_is_missing(client: GatewayClient, pair: str, who: str, instance: str = "") -> None:
+    """Logs the waits of a pair, or those for an instance alone, that have taken a while; `who` is the rank that waits.
+
+    Says nothing when the gateway does not answer: the request that the rank itself makes next tells that.
+    """
+    with suppress(WeightcastError):
+        waits = [wait for wait in client.waiting(pair, instance) if wait.seconds >= SAY_SECONDS / 2]
+        for line in wait_lines(waits):
+            log.warning("%s: pair %s: %s", who, pair, line)
 
 
 class OrderFeed:
@@ -58,8 +74,8 @@ class OrderFeed:
             return take
 
         with ThreadPoolExecutor(max_workers=len(names), thread_name_prefix="weightcast") as pool:
-            futures = [pool.submit(work, name, taker(name)) for name in names]
-            try:
+            try:  # also around the start of threads: Ctrl-C in it leaves one that waits for orders
+                futures = [pool.submit(work, name, taker(name)) for name in names]
                 self._deal(queues, last, seen)
             except BaseException as error:
                 lost(error)

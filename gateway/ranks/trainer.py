@@ -3,11 +3,12 @@
 worker = TrainerWorker("http://127.0.0.1:8900", "main", FsdpSource(model), rank=rank, world_size=world)
 worker.connect()
 ...
-worker.update(version=step)          # on every rank; raises if an instance did not commit
+worker.update(version=step)          # on every rank; raises if fewer than `min_instances` committed
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -16,21 +17,37 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightcast.gateway.client import GatewayClient, Registered, Seat
+from weightcast.gateway.addresses import UNKNOWN
+from weightcast.gateway.client import GatewayClient, Offered, Registered, Seat
 from weightcast.gateway.ranks.digests import SharedDigests
 from weightcast.gateway.ranks.heartbeat import Heartbeat
-from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, report_of
-from weightcast.gateway.ranks.orders import OrderFeed
-from weightcast.gateway.records import Action, Order
+from weightcast.gateway.ranks.membership import Joining, Member, Run, Waits, join, place_of, report_of
+from weightcast.gateway.ranks.orders import OrderFeed, say_who_is_missing
+from weightcast.gateway.records import Action, Order, needed_of, shortfall
+from weightcast.gateway.reminder import SAY_SECONDS, SELDOM_SECONDS, Reminder
 from weightcast.gateway.settings import Settings
+from weightcast.gateway.versions import Version
 from weightcast.transfer.colocated.host_memory import share_memory
-from weightcast.transfer.colocated.offers import Share
+from weightcast.transfer.colocated.offers import Share, check_share
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import PairStateError, StalePlanError, TransferError, UpdateError, WeightcastError
+from weightcast.transfer.documents import whole_number
+from weightcast.transfer.errors import (
+    AbsentError,
+    ControlError,
+    DeadlineError,
+    EngineError,
+    PairStateError,
+    StalePlanError,
+    TransferError,
+    UnregisteredError,
+    UpdateError,
+    WeightcastError,
+)
 from weightcast.transfer.executor import TransferReport
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.verification import Verify
-from weightcast.transfer.protocols import Source
+from weightcast.transfer.protocols import Source, check_source, layout_of
+from weightcast.transfer.transports.choose import check_backend
 
 __all__ = ["TrainerWorker", "UpdateResult"]
 
@@ -39,9 +56,14 @@ log = logging.getLogger("weightcast.worker")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """End of an update: the gateway's record for each instance, and the report of what this rank moved for it."""
+    """End of an update: the gateway's record for each instance, and the report of what this rank moved for it.
+
+    `version` is the number, and `stamp` the text that instances have for it, such as "81@2". With `min_instances` there
+    may be records of instances that did not commit.
+    """
 
     version: int
+    stamp: str
     instances: dict[str, dict[str, Any]]
     transfers: dict[str, TransferReport] = field(default_factory=dict)
 
@@ -49,7 +71,8 @@ class UpdateResult:
 class TrainerWorker:
     """A trainer rank's hold on its pair. All methods are called on every trainer rank, in the same order.
 
-    `backend` of the communicators is "tcp", "gloo" or "nccl", and `address` the one on which this rank can be reached.
+    `backend` of the communicators is "tcp", "gloo" or "nccl". `address` is the one at which engines reach this rank.
+    Unless given it is the local address of the connection to the gateway, or that of the Ray node for `ray://`.
     `deadline` in seconds bounds every wait; without it the pair's settings do. The token comes from WEIGHTCAST_TOKEN
     unless given.
 
@@ -73,24 +96,32 @@ class TrainerWorker:
         world_size: int,
         token: str | None = None,
         backend: str = "tcp",
-        address: str = "127.0.0.1",
+        address: str | None = None,
         deadline: float | None = None,
         share: Share = None,
         takeover: bool = False,
     ) -> None:
+        check_source(source)
+        check_share(share)
+        check_backend(backend)
         self._url, self._token = url, token
         self._waits = Waits.of(Settings(), deadline)
         self._client = GatewayClient(url, token, timeout=self._waits.outage)
+        seconds = SAY_SECONDS if rank == 0 else SELDOM_SECONDS
+        self._client.reminder = Reminder(
+            lambda: say_who_is_missing(self._client, pair, f"trainer rank {rank}"), seconds, seconds
+        )
         self._heartbeat: Heartbeat | None = None
         self._pair = pair
         self._source, self._share = source, share
-        self._rank, self._world = rank, world_size
+        self._rank, self._world = whole_number("rank", rank), whole_number("world_size", world_size)
         self._backend, self._address, self._deadline = backend, address, deadline
         self._layout: RankLayout | None = None
+        self._place = UNKNOWN
         self._members: dict[str, Member] = {}
         self._joining: dict[str, Joining] = {}
         self._running: dict[str, Run] = {}
-        self._given_up = False
+        self._given_up = self._closed = False
         self._digests = SharedDigests()
         self._takeover = takeover
         # One process to the gateway, whose connects are numbered.
@@ -100,8 +131,9 @@ class TrainerWorker:
         """Describes and registers this rank, and joins the communicator of every instance.
 
         Raises what made an instance fail to connect: CoverageError, LayoutError, DescribeError, DeadlineError and so
-        on. Raises DisplacedError when another process has replaced this one, TransferError when the gateway did not
-        answer for the setting `outage`.
+        on. Instances that are dead or late are only logged, if `min_instances` of the pair are left without them.
+        Raises DisplacedError when another process has replaced this one, TransferError when the gateway did not answer
+        for the setting `outage`.
         """
         self._begin()
         for member in self._members.values():
@@ -111,27 +143,41 @@ class TrainerWorker:
         self._waits = Waits.of_pair(self._client, self._pair, self._deadline)
         self._connects += 1
         registered = self._register(self._layout, takeover=self._takeover)
-        instances = self._client.pair_status(self._pair)["instances"]
-        names = [name for name, record in instances.items() if record["phase"] != "left"]
+        status = self._client.pair_status(self._pair)
+        names = [name for name, record in status["instances"].items() if record["phase"] != "left"]
         if self._rank == 0:
             self._client.start_connect(self._pair)
+        failures: dict[str, UpdateError] = {}
         self._feed(registered.first_order, registered.boot).follow(
             names,
-            self._follow_connect,
+            lambda name, take: self._follow_connect(name, take, failures),
             lambda order: (
                 order.trainer >= self._generation and order.action in (Action.CONNECTED, Action.FAILED, Action.LEFT)
             ),
             lost=self._give_up,
         )
+        if len(names) - len(failures) < needed_of(len(names), status.get("min_instances")):
+            raise next(iter(failures.values()))
+        if failures:
+            reasons = "; ".join(f"{name}: {error}" for name, error in failures.items())
+            self._warn(f"pair {self._pair} is not connected everywhere: {reasons}")
+
+    def _warn(self, text: str) -> None:
+        """Logs what all ranks know alike: the first one as a warning, so that there is one."""
+        level = logging.WARNING if self._rank == 0 else logging.DEBUG
+        log.log(level, "%s", text, extra={"pair": self._pair, "rank": self._rank})
 
     def _describe(self) -> RankLayout:
-        layout = self._source.describe()
+        layout = layout_of(self._source)
         return share_memory(layout) if self._share == "in_place" else layout
 
     def _register(self, layout: RankLayout, *, resumes: bool = False, takeover: bool = False) -> Registered:
         """Registers this rank, and beats for it. Orders for the trainer as it was before this are passed over."""
         report, start = report_of(layout, self._rank, self._world), f"{self._process}.{self._connects}"
-        registered = self._client.register_trainer(self._pair, report, start, resumes=resumes, takeover=takeover)
+        place = self._place = place_of(self._client, self._address)
+        registered = self._client.register_trainer(
+            self._pair, report, start, resumes=resumes, takeover=takeover, place=place
+        )
         self._generation = registered.generation
         incarnation = self._client.incarnation
         if self._heartbeat is None:
@@ -143,15 +189,21 @@ class TrainerWorker:
     def _feed(self, first_order: int, boot: str) -> OrderFeed:
         return OrderFeed(self._client, self._pair, first_order, boot, time.monotonic() + self._waits.gateway)
 
-    def update(self, version: int) -> UpdateResult:
+    def update(self, version: int, *, restart: bool = False) -> UpdateResult:
         """Brings every instance to `version`. Returns when all are decided, after the setting `update` at the latest.
         Until then the weights must stand still: where they do not, it is found out, and nothing is served.
 
-        Raises VersionError for a version that is not newer than what is committed, StalePlanError when this rank's
-        layout is no longer the one it registered. Raises DisplacedError when another process has replaced this one,
+        With `restart`, on all ranks, the version begins a new lineage of the pair, whatever number it has: for a
+        trainer that resumes from an older step. Later updates go on in that lineage, also when this one fails.
+
+        Raises VersionError for a version that is not newer than what is committed, for ranks that offer different ones,
+        and for a restart where an instance declares integer stamps. Raises StalePlanError when this rank's layout is no
+        longer the one it registered. Raises DisplacedError when another process has replaced this one,
         PairStateError when another rank started anew and all have to connect again. Raises UpdateError naming each
-        instance that did not commit and why, TransferError when the gateway did not answer for the setting `outage`.
+        instance that did not commit and why, if fewer than `min_instances` of the pair are left; all of them have to
+        commit unless that is set. Raises TransferError when the gateway did not answer for the setting `outage`.
         """
+        version = whole_number("version", version)
         self._begin()
         layout = self._describe()
         if self._layout is None:
@@ -164,16 +216,39 @@ class TrainerWorker:
             for member in self._members.values():
                 member.rebind(layout)  # the plan holds, the executors get new views
         self._layout = layout
+        try:
+            offered = self._offer(layout, version, restart)
+        except AbsentError as error:
+            raise AbsentError(
+                f"{error}; it was deleted, or the gateway started anew without --state: create it and connect() again "
+                "on all ranks"
+            ) from None
+        try:
+            return self._update(layout, *offered)
+        except UnregisteredError:
+            raise UpdateError(
+                f"version {offered.version} is not served everywhere: the gateway was started anew in the middle; call "
+                "update again, with this version or a greater one"
+            ) from None
+
+    def _offer(self, layout: RankLayout, version: int, restart: bool) -> Offered:
+        """Offers a version, after a registration where the gateway was restarted or the pair created again."""
         deadline = time.monotonic() + self._waits.gateway
-        boot = self._client.offer(self._pair, self._rank, version, deadline)
-        if boot is None:
-            self._register(layout, resumes=True)  # the gateway was restarted, or the pair created again
-            boot = self._client.offer(self._pair, self._rank, version, deadline) or ""
+        offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
+        if offered is None:
+            self._register(layout, resumes=True)
+            offered = self._client.offer(self._pair, self._rank, version, deadline, restart=restart)
+        if offered is None:
+            raise PairStateError(f"pair {self._pair} does not know trainer rank {self._rank}; connect again")
+        return offered
+
+    def _update(self, layout: RankLayout, boot: str, version: Version) -> UpdateResult:
+        """Goes through the update to a version that this rank has offered in a life of the pair."""
         deadline = time.monotonic() + self._waits.gateway
         # While the others offer, the engines pause and their ranks get ready.
         parts = [member.part for member in self._members.values()]
         self._digests.begin(parts, layout, version, self._labels(version))
-        names, first_order = self._client.begun(self._pair, version, boot, deadline)
+        names, first_order, min_instances = self._client.begun(self._pair, version, boot, deadline)
         for name in self._members.keys() - set(names) if names else ():
             self._members.pop(name).close()  # it has left
         reports: dict[str, TransferReport] = {}
@@ -185,12 +260,17 @@ class TrainerWorker:
             self._give_up,
         )
         instances = self._client.result(self._pair, version, deadline, boot)
-        failures = [_outcome(name, record) for name, record in instances.items() if record["reason"]]
+        failures = list(filter(None, itertools.starmap(shortfall, instances.items())))
+        text = f"version {version} is not served everywhere: {'; '.join(failures)}"
+        if len(instances) - len(failures) < needed_of(len(instances), min_instances):
+            raise UpdateError(text)
         if failures:
-            raise UpdateError(f"version {version} is not served everywhere: {'; '.join(failures)}")
-        return UpdateResult(version, instances, reports)
+            self._warn(f"pair {self._pair}: {text}")
+        return UpdateResult(version.number, str(version), instances, reports)
 
     def _begin(self) -> None:
+        if self._closed:
+            raise ControlError(f"trainer rank {self._rank}: this TrainerWorker was closed; make a new one and connect")
         self._client.begin()
         self._given_up = False
 
@@ -204,7 +284,8 @@ class TrainerWorker:
             run.call_off()
 
     def close(self) -> None:
-        """Leaves all communicators and the gateway."""
+        """Leaves all communicators and the gateway, for good."""
+        self._closed = True
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
@@ -214,7 +295,8 @@ class TrainerWorker:
         self._digests.close()
         self._client.close()
 
-    def _follow_connect(self, name: str, take: Callable[[], Order]) -> None:
+    def _follow_connect(self, name: str, take: Callable[[], Order], failures: dict[str, UpdateError]) -> None:
+        """Follows the orders of a connect. `failures` gets that of an instance that is dead or late, others raise."""
         while True:
             order = take()
             if order.trainer < self._generation:
@@ -227,15 +309,20 @@ class TrainerWorker:
             else:
                 self._leave_join(name)
                 if order.action is Action.FAILED:
-                    self._raise_failure(name, order)
+                    try:
+                        self._raise_failure(name, order)
+                    except (DeadlineError, EngineError) as error:
+                        failures[name] = error
+                        return
                 if order.action is Action.LEFT:
                     return
 
     def _raise_failure(self, name: str, order: Order) -> None:
         """Raises the failure of a connect. The gateway keeps it as an error of its own class, which asking for the part
-        raises.
+        raises; but not when the pair has been deleted.
         """
-        self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
+        with suppress(AbsentError):
+            self._client.part(self._seat(name, order.epoch), time.monotonic() + 5.0)
         raise UpdateError(f"instance {name} did not connect: {order.reason}")
 
     def _join(self, name: str, epoch: int) -> None:
@@ -251,9 +338,10 @@ class TrainerWorker:
         except WeightcastError as error:
             self._tell(name, epoch, error)
             return
+        address = self._place.address
         self._joining[name] = Joining(
             self._waits.join,
-            lambda joining: join(self._client, seat, part, layout, self._backend, self._address, joining, self._share),
+            lambda joining: join(self._client, seat, part, layout, self._backend, address, joining, self._share),
             lambda error: self._tell(name, epoch, error),
         )
         if self._given_up:
@@ -272,7 +360,7 @@ class TrainerWorker:
             joining.abandon()
 
     def _follow_update(
-        self, name: str, version: int, take: Callable[[], Order], reports: dict[str, TransferReport]
+        self, name: str, version: Version, take: Callable[[], Order], reports: dict[str, TransferReport]
     ) -> None:
         joined = False
         while True:
@@ -294,10 +382,10 @@ class TrainerWorker:
     def _seat(self, name: str, epoch: int) -> Seat:
         return Seat(self._pair, name, epoch, "trainer", self._rank)
 
-    def _labels(self, version: int) -> dict[str, object]:
-        return {"pair": self._pair, "version": version}
+    def _labels(self, version: Version) -> dict[str, object]:
+        return {"pair": self._pair, "version": version.as_json()}
 
-    def _report_first_pass(self, name: str, epoch: int, version: int) -> None:
+    def _report_first_pass(self, name: str, epoch: int, version: Version) -> None:
         """Reports the digests of the weights to the gateway, before anything of them is sent."""
         member = self._members.get(name)
         try:
@@ -311,7 +399,7 @@ class TrainerWorker:
             if not isinstance(error, WeightcastError):
                 raise
 
-    def _run(self, name: str, version: int, order: Order, reports: dict[str, TransferReport], since: float) -> None:
+    def _run(self, name: str, version: Version, order: Order, reports: dict[str, TransferReport], since: float) -> None:
         """Sends this rank's part, digests once more and reports that. A failure is told to the gateway, which ends the
         update. `since` is as in `SharedDigests.second`.
         """
@@ -360,8 +448,3 @@ class TrainerWorker:
         # whoever waits for its orders.
         with suppress(PairStateError, TransferError):
             self._client.fail(self._seat(name, epoch), error)
-
-
-def _outcome(name: str, record: dict[str, Any]) -> str:
-    state = "not updated" if not record["committed"] else "not resumed"
-    return f"{name} is {'fenced' if record['fenced'] else state}: {record['reason']}"

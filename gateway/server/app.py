@@ -1,8 +1,8 @@
 """Application of the gateway: the table of routes behind one guard.
 
 JSON for people and curl, msgpack (`weightcast.transfer.wire.messages`) for reports, parts and digests; no pickle.
-Every route wants a bearer token of its scope. Errors are JSON `{"error": class, "message": one line}` with a status of
-4xx or 5xx, never 200. `/openapi.json` documents all routes.
+Every route but `/livez` wants a bearer token of its scope. Errors are JSON `{"error": class, "message": one line}`
+with a status of 4xx or 5xx, never 200. `/openapi.json` documents all routes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Application", "make_app", "make_token"]
 
 
 class Application:
-    """ASGI application of a gateway. One of `tokens` is wanted as `Authorization: Bearer TOKEN` on every route."""
+    """ASGI application of a gateway. One of `tokens` is wanted as `Authorization: Bearer TOKEN`, but on `/livez`."""
 
     def __init__(self, gateway: Gateway, tokens: Tokens) -> None:
         routes = Routes(*rank_routes.ROUTES.added, *people_routes.ROUTES.added)
@@ -69,7 +69,7 @@ def make_app(gateway: Gateway, tokens: Tokens) -> Application:
 
 
 def _access(scope: Scope) -> Access:
-    """The scope that a request needs; the widest for a path without a route, which is then not found."""
+    """The scope that a request needs; for a path without a route one whose holders may know that there is none."""
     route: Route | None = scope["route"]
     return Access.READ if route is None else route.access
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
+from weightcast.gateway.versions import Version
 from weightcast.transfer.documents import Record
 
 __all__ = ["MAX_IDENTITY", "BeatBody", "FailureBody", "MovedBody", "OfferBody", "ReadyBody", "RendezvousBody"]
@@ -15,7 +16,7 @@ MAX_IDENTITY = 160
 """Characters of what stands for a process: host, number and a random part."""
 MAX_LAYERS = 10_000
 Layer = Annotated[int, Field(strict=True, ge=0, lt=MAX_LAYERS)]
-Version = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
+Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class BeatBody(Record):
 
 @dataclass(frozen=True, slots=True)
 class OfferBody(Record):
-    """A trainer rank's readiness to send a version."""
+    """A trainer rank's readiness to send a version, in a new lineage with `restart`."""
 
-    version: Version
+    version: Number
+    restart: StrictBool = False

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from weightcast.gateway.server.tokens import Access, Throttle, Tokens
+from weightcast.gateway.server.tokens import Access, Throttle, Tokens, source_of
 from weightcast.transfer.wire.messages import MSGPACK
 
 __all__ = ["MAX_BODY", "MAX_JSON", "App", "Guard", "Receive", "Scope", "Send"]
@@ -63,11 +63,14 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
     def _who(self, scope: Scope, headers: dict[bytes, bytes]) -> _Refusal | None:
-        """(status, error class, message), or None for a token that may ask this."""
+        """(status, error class, message), or None for a token that may ask this, or where none is wanted."""
+        needed = self._needs(scope)
+        if needed is Access.OPEN:
+            return None
         address, port = scope.get("client") or ("", 0)
         now = time.monotonic()
         if (left := self._throttle.wait(address, port, now)) > 0:
-            message = f"too many wrong tokens from {address}; none is looked at for {left:.0f} s more"
+            message = f"too many wrong tokens from {source_of(address)}; none is looked at for {left:.0f} s more"
             return 429, "AuthorizationError", message
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         access = self._tokens.access(given) if scheme.lower() == b"bearer" else None
@@ -75,10 +78,10 @@ class Guard:
             self._throttle.wrong(address, port, now)
             return 401, "AuthorizationError", _WRONG
         self._throttle.right(address, port)
-        needed = self._needs(scope)
         if access < needed:
-            message = f"this needs a token of scope {needed.name.lower()}; the one given has scope "
-            return 403, "AuthorizationError", message + access.name.lower()
+            wanted, found = needed.name.lower(), access.name.lower()
+            message = f"this needs a token of scope {wanted}; the one given has scope {found}"
+            return 403, "AuthorizationError", f"{message}; set WEIGHTCAST_TOKEN to the gateway's {wanted} token"
         return None
 
     def _size(self, headers: dict[bytes, bytes]) -> _Refusal | None:

@@ -12,6 +12,7 @@ from weightcast import __version__
 from weightcast.gateway.incarnations import HEADER
 from weightcast.gateway.server.routing import WAIT, Answer, Call, Route, Routes, Speaker
 from weightcast.gateway.server.tokens import Access
+from weightcast.gateway.versions import VERSION_SCHEMA
 from weightcast.transfer.documents import Record
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -23,7 +24,7 @@ _ERROR = {
     "required": ["error", "message"],
     "properties": {"error": {"type": "string"}, "message": {"type": "string"}},
 }
-_NUMBERS = {"rank", "epoch", "version"}
+_NUMBERS = {"rank", "epoch"}
 _INCARNATION = f"header {HEADER} says which incarnation a trainer rank is: RANK/GENERATION/BOOT/START as registered"
 
 
@@ -77,8 +78,12 @@ def _operation(route: Route) -> dict[str, Any]:
     if WAIT in route.query:
         responses["204"] = {"description": "nothing yet: ask again"}
     summary = " ".join((route.answer.__doc__ or "").split())
-    operation: dict[str, Any] = {"summary": summary, "tags": [route.access.name.lower()]}
-    operation["description"] = f"Asked by {route.speaker.value}; needs a token of scope {route.access.name.lower()}."
+    scope = route.access.name.lower()
+    operation: dict[str, Any] = {"summary": summary, "tags": [scope]}
+    token = "no token" if route.access is Access.OPEN else f"a token of scope {scope}"
+    operation["description"] = f"Asked by {route.speaker.value}; needs {token}."
+    if route.access is Access.OPEN:
+        operation["security"] = []
     operation |= {"parameters": parameters, "responses": responses}
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body)}
@@ -88,6 +93,8 @@ def _operation(route: Route) -> dict[str, Any]:
 def _schema_of(name: str) -> dict[str, Any]:
     if name in _NUMBERS:
         return {"type": "integer", "minimum": 0}
+    if name == "version":
+        return VERSION_SCHEMA
     return {"enum": ["trainer", "instance"]} if name == "side" else {"type": "string"}
 
 

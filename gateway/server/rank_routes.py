@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from weightcast.gateway.addresses import Place
 from weightcast.gateway.control.instance import Holding
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.records import Order
@@ -14,7 +15,9 @@ from weightcast.gateway.server.bodies import BeatBody, FailureBody, MovedBody, O
 from weightcast.gateway.server.requests import NOTHING, Reply, decoded
 from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, Routes, Speaker
 from weightcast.gateway.server.tokens import Access
+from weightcast.gateway.versions import VERSION_SCHEMA
 from weightcast.transfer.errors import ControlError, PairStateError, error_named
+from weightcast.transfer.layout.tables import RankReport
 from weightcast.transfer.wire import messages as wire
 from weightcast.transfer.wire.messages import MSGPACK
 
@@ -30,14 +33,19 @@ _MEMBER = _EPOCH + "/{side}/{rank}"
 _WHOLE = {"type": "integer", "minimum": 0}
 _FLAG = {"type": "boolean", "default": False}
 _POLL = (Query("after", _WHOLE, "number of the first order to send"), WAIT, KNOWN)
-_VERSION = Query("version", _WHOLE, "the version that was transferred")
+_VERSION = Query("version", VERSION_SCHEMA, "the version that was transferred")
 _FIRST = Query("first", _FLAG, "true for the first pass of a trainer rank, before the transfer")
 _UID = Query("uid", {"type": "string", "maxLength": 64}, "one creation of the pair, as registered")
+_PLACE = (
+    Query("address", {"type": "string", "maxLength": 255}, "IP address at which peers reach the rank"),
+    Query("network", {"type": "string", "maxLength": 64}, "equal for ranks that share a loopback device"),
+)
 _HOLDING = (
-    Query("verified", _WHOLE, "version whose digests this rank reported last"),
+    Query("verified", VERSION_SCHEMA, "version whose digests this rank reported last"),
     Query("of", {"type": "string", "maxLength": 64}, "creation of the pair that it came from"),
     Query("uncommitted", _FLAG, "true when the memory was written since a commit"),
     Query("followed", _WHOLE, "generation of the trainer that wrote the memory last"),
+    *_PLACE,
 )
 _REGISTRATION = (
     Query("start", {"type": "string", "maxLength": 64}, "PROCESS.N for connect number N of a process"),
@@ -45,6 +53,7 @@ _REGISTRATION = (
     Query("was", _WHOLE, "generation that the process was given before"),
     Query("resumes", _FLAG, "true when it goes on where it was"),
     Query("takeover", _FLAG, "true when it displaces another process even after it was displaced itself"),
+    *_PLACE,
 )
 
 
@@ -69,6 +78,16 @@ async def orders(call: Call) -> Answer:
 async def settings(call: Call) -> Answer:
     """Deadlines and counts of a pair."""
     return asdict(call.pair.spec.settings)
+
+
+@ROUTES.add("GET", "/pairs/{name}/catalog", Access.WORKER, Speaker.INSTANCE, [WAIT], kinds=[MSGPACK])
+async def catalog(call: Call) -> Answer:
+    """Names, shapes and dtypes of the trainer's tensors, once all of its ranks have registered."""
+    pair = call.pair
+    await pair.poll(lambda: pair.trainer_layout is not None, call.wait())
+    if pair.trainer_layout is None:
+        return NOTHING
+    return Reply(200, wire.encode_catalog(pair.trainer_layout.tensors), MSGPACK.encode())
 
 
 @ROUTES.add("POST", _TRAINER + "/beat", Access.WORKER, Speaker.TRAINER)
@@ -109,7 +128,7 @@ async def digests(call: Call) -> Answer:
     body = await call.body()
     last = pair.sent.get(call.rank) if side == "trainer" else None
     report = last[1] if last is not None and last[0] == body else await decoded(body, wire.decode_digests)
-    await instance.report_digests(call.epoch, side, call.rank, call.whole("version"), report, call.flag("first"))
+    await instance.report_digests(call.epoch, side, call.rank, call.version(), report, call.flag("first"))
     if side == "trainer":
         pair.sent[call.rank] = body, report
     return await _orders_of(call) if call.has("after") else None
@@ -148,10 +167,10 @@ async def restarted(call: Call) -> None:
 async def report(call: Call) -> Answer:
     """Registers a rank of an instance by its report. Replies with `committed`, true when its memory is trusted."""
     instance, rank = call.instance, call.rank
-    verified = call.whole("verified") if call.has("verified") else None
+    verified = call.version("verified") if call.has("verified") else None
     holding = Holding(verified, call.text("of"), call.flag("uncommitted"))
     body = await call.message(wire.decode_report)
-    committed = await instance.register(call.epoch, rank, body, call.identity, holding)
+    committed = await instance.register(call.epoch, rank, body, call.identity, holding, _place(call, body))
     call.pair.follow(call.whole("followed", "0"), f"{instance.name} rank {rank}")
     return {"registered": rank, "committed": committed, "uid": instance.uid}
 
@@ -201,26 +220,35 @@ async def trainer_report(call: Call) -> Answer:
     resumes, takeover = call.flag("resumes"), call.flag("takeover")
     rank_report = await call.message(wire.decode_report)
     generation, first_order = await pair.register_trainer(
-        rank, rank_report, start, pid=pid, was=was, resumes=resumes, takeover=takeover
+        rank, rank_report, start, pid=pid, was=was, resumes=resumes, takeover=takeover, place=_place(call, rank_report)
     )
     return {"generation": generation, "first_order": first_order, "boot": pair.boot}
 
 
 @ROUTES.add("POST", _TRAINER + "/offers", Access.WORKER, Speaker.TRAINER, [WAIT], OfferBody)
 async def offer(call: Call) -> Answer:
-    """Offer of a version by a trainer rank; the first rank's starts the update. An update before it ends first."""
+    """Offer of a version by a trainer rank; the first rank's starts the update. An update before it ends first.
+    Replies with the version as the pair has it.
+    """
     pair, body = call.pair, await call.json(OfferBody)
-    is_taken = await call.gateway.offer(call.path["name"], call.rank, body.version, call.wait())
-    return {"boot": pair.boot} if is_taken else NOTHING
+    version = await call.gateway.offer(call.path["name"], call.rank, body.version, call.wait(), restart=body.restart)
+    return NOTHING if version is None else {"boot": pair.boot, "version": version.as_json()}
 
 
 @ROUTES.add("GET", "/pairs/{name}/updates/{version}/instances", Access.WORKER, Speaker.TRAINER, [WAIT, KNOWN])
 async def begun(call: Call) -> Answer:
-    """Instances of an update, and the number of its first order, once it begins."""
+    """Instances of an update, how many of them it needs, and the number of its first order, once it begins."""
     pair = call.pair
     pair.check_boot(call.text("known"))
-    update = await pair.begun(call.whole("version"), call.wait())
-    return NOTHING if update is None else {"instances": update[0], "first_order": update[1]}
+    update = await pair.begun(call.version(), call.wait())
+    if update is None:
+        return NOTHING
+    return {"instances": update[0], "first_order": update[1], "min_instances": pair.spec.min_instances}
+
+
+def _place(call: Call, report: RankReport) -> Place:
+    """Place of the rank that registers; older ranks tell their host alone."""
+    return Place(report.host, " ".join(call.text("address", 255).split()), call.text("network"))
 
 
 async def _orders_of(call: Call) -> Answer:

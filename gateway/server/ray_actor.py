@@ -18,9 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from weightcast.gateway.addresses import http_url
 from weightcast.gateway.client import TOKEN_VARIABLE
-from weightcast.gateway.ray_address import _START, NAME, NAMESPACE, find_actor
-from weightcast.transfer.errors import ControlError
+from weightcast.gateway.ray_address import _START, NAME, NAMESPACE, find_actor, import_ray, node_address
+from weightcast.transfer.errors import AddressError, ControlError, InputError
+from weightcast.transfer.transports.addresses import is_unspecified, listen
 
 __all__ = ["WORKER_VARIABLE", "start_gateway", "stop_gateway", "worker_token"]
 
@@ -51,8 +53,6 @@ class GatewayActor:
             self._ready.set()
 
     async def _run(self) -> None:
-        import ray
-
         from weightcast.gateway.control.gateway import Gateway
         from weightcast.gateway.control.store import Store
         from weightcast.gateway.server.app import make_app
@@ -64,7 +64,7 @@ class GatewayActor:
         state = Path(self._state) if self._state else None
         store = Store(state)
         store.open()
-        address = self._address or ray.util.get_node_ip_address()
+        address = self._address or node_address()
         with _listener(address, self._port, state) as listener:
             port = int(listener.getsockname()[1])
             app = make_app(Gateway(address, port, store), Tokens(**self._tokens))
@@ -73,7 +73,7 @@ class GatewayActor:
             while not server.started and not serving.done():
                 await asyncio.sleep(0.01)
             if server.started:
-                self._url = f"http://{address}:{port}"
+                self._url = http_url(address, port)
             self._ready.set()
             await serving
 
@@ -89,12 +89,9 @@ def _listener(address: str, port: int, state: Path | None) -> socket.socket:
     """Listens on `port`, or for 0 on the one of the life before, so that engines find the gateway where it was."""
     kept = state.with_name(state.name + ".port") if state else None
     if not port and kept is not None and kept.exists():
-        with suppress(OSError, ValueError):
-            return socket.create_server((address, int(kept.read_text())), backlog=2048)
-    try:
-        listener = socket.create_server((address, port), backlog=2048)
-    except OSError as error:
-        raise ControlError(f"cannot listen on {address}:{port}: {error.strerror}") from None
+        with suppress(AddressError, OSError, ValueError):
+            return listen(address, int(kept.read_text()))
+    listener = listen(address, port)
     if kept is not None:
         kept.write_text(str(listener.getsockname()[1]))
     return listener
@@ -123,12 +120,20 @@ def start_gateway(
     `worker_token` unless given. With a
     `state` file on storage that every node sees Ray starts it again wherever it died and nothing committed is lost.
     `detached` actors outlive the program that started them. `options` are Ray's, as resources or a placement group.
-    Raises ControlError if there is such an actor, or if it does not serve.
+    Raises ControlError if there is such an actor, or if it does not serve, InputError for bad tokens, for an `address`
+    that is every one, and without Ray.
     """
-    import ray
+    from weightcast.gateway.server.tokens import VARIABLES, Tokens
 
-    given = tokens or {"operator": os.environ.get(TOKEN_VARIABLE, "")}
+    ray = import_ray()
+    given = {"operator": os.environ.get(TOKEN_VARIABLE, ""), **(tokens or {})}
+    if unknown_scopes := given.keys() - VARIABLES:
+        raise InputError(f"tokens has {min(unknown_scopes)!r}, expected {', '.join(VARIABLES)}")
+    Tokens(given["operator"])  # checked before another one is made from it
+    if address is not None and is_unspecified(address):
+        raise InputError(f"address {address!r} is every address; give the one at which engines reach the gateway")
     given = {"worker": worker_token(given["operator"]), **given}
+    Tokens(**given)
     if find_actor(name) is not None:
         raise ControlError(f"there is a Ray actor {name!r} in namespace {NAMESPACE!r} already; stop it first")
     actor = ray.remote(GatewayActor).options(
@@ -152,8 +157,7 @@ def start_gateway(
 
 def stop_gateway(name: str = NAME) -> bool:
     """Ends the actor for good; False if there is none. Returns when its name is free."""
-    import ray
-
+    ray = import_ray()
     handle = find_actor(name)
     if handle is None:
         return False

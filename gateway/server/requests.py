@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl
 
 from weightcast.gateway.incarnations import HEADER, Incarnation
 from weightcast.gateway.server.guard import MAX_BODY, MAX_JSON, Receive, Send
+from weightcast.gateway.versions import Version
 from weightcast.transfer.documents import Record
 from weightcast.transfer.errors import (
     AuthorizationError,
@@ -138,6 +139,14 @@ class Request:
         if given.isascii() and given.isdigit() and len(given) < 20 and (number := int(given)) < _BIG:
             return number
         raise InputError(f"{name} is {given[:80]!r}, expected a whole number of at least 0")
+
+    def version(self, name: str = "version") -> Version:
+        """A version of path or query."""
+        given = self.path.get(name) or self._given(name)
+        try:
+            return Version.parse(given)
+        except ValueError as error:
+            raise InputError(f"{name}: {error}") from None
 
     def text(self, name: str, most: int = MAX_TEXT) -> str:
         """A short text of the query, empty where there is none."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from weightcast.gateway.layouts.inspection import inspect_instance
+from weightcast.gateway.control.pair import check_spec
+from weightcast.gateway.layouts.inspection import InspectTable, ReportsTable, inspect_instance, inspect_reports
 from weightcast.gateway.records import EngineSpec, PairOptions
-from weightcast.gateway.server.requests import NOTHING, Reply, json_reply
+from weightcast.gateway.server.requests import NOTHING, Reply, json_reply, refusal
 from weightcast.gateway.server.routing import KNOWN, WAIT, Answer, Call, Query, Routes
 from weightcast.gateway.server.tokens import Access
 from weightcast.transfer.errors import ControlError
@@ -16,6 +17,8 @@ __all__ = ["ROUTES"]
 ROUTES = Routes()
 _PAIR = "/pairs/{name}"
 _INSTANCE = _PAIR + "/instances/{instance}"
+_REPLACE = Query("replace", {"type": "boolean", "default": False}, "true to put it in place of a pair of that name")
+_FORCE = Query("force", {"type": "boolean", "default": False}, "true to end what the pair has under way")
 _TEXT = Query("text", {"type": "boolean", "default": False}, "true for a table to read instead of JSON")
 
 # Whole instances
@@ -37,15 +40,33 @@ async def leave(call: Call) -> Answer:
 
 @ROUTES.add("GET", _INSTANCE + "/inspect", Access.READ, query=[_TEXT], kinds=["application/json", "text/plain"])
 async def inspect(call: Call) -> Answer:
-    """Layout of an instance: ranks, slots, replicas, and the audit of dispatch."""
+    """Layout of an instance: ranks, slots, replicas, and the audit of dispatch. Without one, what ranks reported."""
     name, pair = call.path["instance"], call.path["name"]
     instance = call.pair.instance(name)
-    if instance.layout is None:
+    table: InspectTable | ReportsTable
+    if instance.layout is not None:
+        table = inspect_instance(instance.layout)
+    elif instance.reports:
+        reason = str(instance.failure or "its ranks are still registering")
+        table = inspect_reports(name, instance.world, instance.reports, reason)
+    else:
         raise instance.failure or ControlError(f"instance {name} of pair {pair} has not registered yet")
-    table = inspect_instance(instance.layout)
     if call.flag("text"):
         return Reply(200, table.to_text().encode(), b"text/plain; charset=utf-8")
     return table.to_json()
+
+
+@ROUTES.add("GET", _INSTANCE + "/ready", Access.READY)
+async def ready(call: Call) -> Answer:
+    """Readiness of an instance for requests: 200 while it serves, else 503 with the reason."""
+    name, instance = call.path["name"], call.path["instance"]
+    pair = call.gateway.pairs.get(name)
+    member = pair.instances.get(instance) if pair is not None else None
+    # Names of other pairs and instances are not for the token of a probe.
+    reason = "the gateway does not know it" if member is None else member.unready
+    if reason:
+        return refusal("PairStateError", f"instance {instance} of pair {name} does not serve: {reason}"[:1000], 503)
+    return {"ready": True}
 
 
 # Whole pairs
@@ -57,11 +78,14 @@ async def list_pairs(call: Call) -> Answer:
     return {"pairs": [pair.status() for pair in call.gateway.pairs.values()]}
 
 
-@ROUTES.add("PUT", _PAIR, Access.OPERATOR, body=PairOptions)
+@ROUTES.add("PUT", _PAIR, Access.OPERATOR, query=[_REPLACE, WAIT], body=PairOptions)
 async def create(call: Call) -> Answer:
-    """Creates a pair. Replies with its status."""
-    options = await call.json(PairOptions)
-    return (await call.gateway.create(options.named(call.path["name"]))).status()
+    """Creates a pair. Replies with its status. With `replace` a pair of that name is ended and forgotten first."""
+    spec, replace = (await call.json(PairOptions)).named(call.path["name"]), call.flag("replace")
+    check_spec(spec)
+    if replace and not await call.gateway.end(spec.name, "is replaced", call.wait()):
+        return NOTHING
+    return (await call.gateway.create(spec, replace=replace)).status()
 
 
 @ROUTES.add("GET", _PAIR, Access.READ)
@@ -70,11 +94,20 @@ async def show(call: Call) -> Answer:
     return call.pair.status()
 
 
-@ROUTES.add("DELETE", _PAIR, Access.OPERATOR)
+@ROUTES.add("GET", _PAIR + "/waiting", Access.READ)
+async def waiting(call: Call) -> Answer:
+    """Waits of a pair that are under way: who is missing, since when, and for how many seconds at most."""
+    return {"waiting": call.pair.waiting_json()}
+
+
+@ROUTES.add("DELETE", _PAIR, Access.OPERATOR, query=[_FORCE, WAIT])
 async def delete(call: Call) -> Answer:
-    """Deletes a pair."""
-    await call.gateway.delete(call.path["name"])
-    return {"deleted": call.path["name"]}
+    """Deletes a pair. With `force` a connect or update under way is ended first."""
+    name = call.path["name"]
+    if call.flag("force") and not await call.gateway.end(name, "is deleted", call.wait()):
+        return NOTHING
+    await call.gateway.delete(name)
+    return {"deleted": name}
 
 
 @ROUTES.add("GET", _PAIR + "/updates/{version}", Access.READ, query=[WAIT, KNOWN])
@@ -82,7 +115,7 @@ async def result(call: Call) -> Answer:
     """Outcome of an update for each instance, once it is decided. A trainer rank that names its incarnation hears
     of the updates of its own trainer alone.
     """
-    pair, version = call.pair, call.whole("version")
+    pair, version = call.pair, call.version()
     pair.check_boot(call.text("known"))
     if (incarnation := call.incarnation()) is not None:
         pair.incarnations.check(incarnation, pair.boot)
@@ -92,6 +125,12 @@ async def result(call: Call) -> Answer:
 
 
 # Monitoring
+
+
+@ROUTES.add("GET", "/livez", Access.OPEN)
+async def livez(_: Call) -> Answer:
+    """Sign of life of the gateway's process, and nothing else."""
+    return {}
 
 
 @ROUTES.add("GET", "/healthz", Access.READ)

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from gateway_support import running_gateway
 from layout_support import TINY, moe_report
+from loopback_support import LOOPBACKS
 from spawn_support import free_port
 
 from weightcast.cli import main
+from weightcast.commands import pairs as pairs_command
 from weightcast.commands import status as status_command
+from weightcast.commands.options import show_update
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.transfer.errors import ControlError, EngineError
 from weightcast.transfer.layout.placement import ExpertPlacement
 from weightcast.transfer.layout.tables import RankReport, Region, RegionTable
+from weightcast.transfer.transports.addresses import host_port, listen
 
 PAIR_MAP = ExpertPlacement(np.array([[0, 1, 2, 3, 3, 0]] * TINY.layers), num_logical=TINY.experts, ep_size=2)
 """Two replicas of expert 3 on rank 1 of two."""
@@ -108,8 +114,9 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     rows = lines_of(out)
     heads = [row[:7] for row in rows]
     assert ["instance", "phase", "version", "serves", "fenced", "ranks", "epoch"] in heads
-    assert ["rollout-0", "registering", "-", "no", "FENCED", "0 of 2", "1"] in heads
+    assert ["rollout-0", "registering", "-", "no", "waiting", "0 of 2", "1"] in heads
     assert ["rollout-0", "failed", "-", "no", "FENCED", "2 of 2", "1"] in heads
+    assert [row[7] for row in rows if row[:2] == ["rollout-0", "registering"]] == ["never"]
     assert "pair idle: 0 of 3 trainer ranks registered" in out
     assert "pair busy: 1 of 1 trainer ranks registered" in out
     assert "pair busy: instance rollout-0: rollout-0 rank 0, rollout-0 rank 1, trainer rank 0 did not join" in out
@@ -117,7 +124,7 @@ def test_status(gateway: str, say: Callable[..., Said]) -> None:
     status, out, err = say("status", "--gateway", gateway, "--json")
     assert (status, err) == (0, "")
     found = {pair["pair"]: pair for pair in json.loads(out)["pairs"]}
-    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": []}
+    assert found["idle"]["trainer"] == {"world_size": 3, "registered": [], "silent": [], "heard": None}
     assert list(found["idle"]["instances"]) == ["rollout-0", "rollout-1"]
     assert found["busy"]["instances"]["rollout-0"]["registered"] == [0, 1]
     assert found["busy"]["instances"]["rollout-0"]["version"] is None
@@ -182,7 +189,7 @@ def test_status_that_is_watched_as_json_outlives_the_gateway() -> None:
         while "trouble" not in (shown := json.loads(process.stdout.readline())):
             assert shown == {"pairs": []}
         assert shown["pairs"] == []
-        assert shown["trouble"].startswith("as it was last: gateway http://127.0.0.1:")
+        assert re.match(r"as it was at \d\d:\d\d:\d\d UTC: gateway http://127.0.0.1:", shown["trouble"])
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
 
@@ -207,6 +214,121 @@ def test_status_shows_a_reason_as_it_is(gateway: str, say: Callable[..., Said]) 
     assert "rollout-0 rank 1: tensor 'w' box [a:b] in [some/x] [red]is lost" in " ".join(out.split())
 
 
+def test_status_shows_ranks_that_are_silent(gateway: str, say: Callable[..., Said]) -> None:
+    """All had registered, and all are dead: that they had registered was all that was shown."""
+    with GatewayClient(gateway) as client, GatewayClient(gateway) as engine:
+        settings = {"heartbeat": 0.1, "silence": 0.5}
+        client.create_pair("dead", 1, {"rollout-0": {"kind": "worker", "world_size": 1}}, settings)
+        client.register_trainer("dead", whole([moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]))
+        client.beat("dead/trainer/0", "")
+        engine.beat("dead/instances/rollout-0/ranks/0", "")
+        limit = time.monotonic() + 30.0
+        while not all(side["silent"] for side in sides(client.pair_status("dead"))):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+    status, out, _ = say("status", "--gateway", gateway)
+    assert status == 0
+    assert re.search(r"pair dead: 1 of 1 trainer ranks registered, ranks 0 SILENT, last heard \d+ s ago", out)
+    assert re.search(r"rollout-0 .* 0 of 1, ranks 0 SILENT ", out)
+
+
+def sides(pair: dict[str, Any]) -> list[dict[str, Any]]:
+    """The trainer of a pair, and its instances."""
+    return [pair["trainer"], *pair["instances"].values()]
+
+
+def test_a_pair_whose_trainer_lives_is_deleted_by_force_alone(gateway: str, say: Callable[..., Said]) -> None:
+    """It was deleted between two updates, and its trainer ended at the next one."""
+    with GatewayClient(gateway) as client:
+        client.create_pair("alive", 2, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        client.register_trainer(
+            "alive", replace(whole([moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]), rank=1, world_size=2)
+        )
+        status, _, err = say("delete", "alive", "--gateway", gateway)
+        assert status == 4
+        assert "pair alive: trainer ranks 1 are alive; end them first, or delete it all the same with --force" in err
+        assert client.pair_status("alive")["trainer"]["registered"] == [1]
+        assert say("delete", "alive", "--force", "--gateway", gateway)[0] == 0
+
+
+def test_pairs_without_a_sign_of_life_fold_into_a_line(gateway: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    def shown(**options: bool) -> str:
+        Console().print(*status_command._shown(pairs, **options).renderables, soft_wrap=True)
+        return capsys.readouterr().out
+
+    with GatewayClient(gateway) as client:
+        for name in ("old-a", "old-b", "fresh"):
+            client.create_pair(name, 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        pairs = [pair for pair in client.status() if pair["pair"] in ("old-a", "old-b", "fresh")]
+    for pair in pairs:
+        if pair["pair"] != "fresh":
+            pair["now"] = f"{int(pair['now'][:4]) + 1}{pair['now'][4:]}"  # a year has gone by
+    text = shown()
+    assert (
+        "2 pairs without a sign of life for over an hour: old-a, old-b "
+        "(weightcast status --all; weightcast delete PAIR)\n" in text
+    )
+    assert "pair fresh: 0 of 1 trainer ranks registered" in text
+    assert "pair old-a" not in text
+    assert "pair old-a: 0 of 1 trainer ranks registered" in shown(show_all=True)
+    assert "without a sign of life" not in shown(show_all=True)
+    pairs[0]["trainer"]["heard"] = pairs[0]["now"]
+    assert "1 pair without a sign of life for over an hour: old-b (" in shown()
+
+
+def test_times_are_shown_as_ages() -> None:
+    now = "2026-12-01T12:00:00Z"
+    moments = ["2026-12-01T12:00:00Z", "2026-12-01T11:59:48Z", "2026-12-01T11:30:00Z", "2026-11-30T12:00:00Z", None]
+    assert [status_command._ago(now, moment) for moment in moments] == [
+        "0 s ago",
+        "12 s ago",
+        "30 min ago",
+        "24 h ago",
+        "",
+    ]
+
+
+def test_inspect_after_a_connect_without_a_layout(gateway: str, say: Callable[..., Said]) -> None:
+    """It repeated the error: now it says what each rank has reported."""
+    reports = [moe_report(TINY, rank, PAIR_MAP) for rank in range(2)]
+    with GatewayClient(gateway) as client, GatewayClient(gateway) as engine:
+        settings = {"register": 1.0}
+        client.create_pair("partly", 1, {"rollout-0": {"kind": "worker", "world_size": 2}}, settings)
+        client.register_trainer("partly", whole(reports))
+        engine.register_instance(Seat("partly", "rollout-0", 1, "instance", 1), reports[1])
+        client.start_connect("partly")
+        limit = time.monotonic() + 30.0
+        while client.pair_status("partly")["instances"]["rollout-0"]["phase"] != "failed":
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+    status, out, err = say("inspect", "partly", "rollout-0", "--gateway", gateway)
+    assert (status, err) == (3, "")
+    assert out.startswith("instance rollout-0 has no layout: pair partly: instance rollout-0 ranks 0 did not register")
+    assert "ranks that have not reported: 0\n" in out
+    (row,) = [cells for line in out.splitlines() if (cells := line.split())[:1] == ["1"]]
+    assert row[3] == str(len(reports[1].table)), "its regions"
+    assert "\nrank 1 holds " in out
+    status, out, err = say("inspect", "partly", "rollout-0", "--gateway", gateway, "--json")
+    assert (status, err) == (3, "")
+    table = json.loads(out)
+    assert (table["complete"], table["missing"], [rank["rank"] for rank in table["ranks"]]) == (False, [0], [1])
+
+
+def test_an_update_that_one_instance_has_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with `min_instances`: what is printed says which, and why."""
+    served = {"committed": True, "reason": "", "verified": {"regions": 3}, "seconds": 0.25}
+    missed = {"committed": False, "fenced": True, "reason": "it was not reached", "verified": None, "seconds": 0.0}
+    paused = served | {"fenced": False, "reason": "its engine stands still"}
+    show_update("7", {"rollout-0": served, "rollout-1": missed, "rollout-2": paused}, as_json=False)
+    assert capsys.readouterr().out == (
+        "rollout-0: version 7, 3 regions verified, 0.25 s\n"
+        "rollout-1 is fenced: it was not reached\n"
+        "rollout-2 is not resumed: its engine stands still\n"
+    )
+
+
 def test_inspect(gateway: str, say: Callable[..., Said]) -> None:
     register(gateway, "shown")
     status, out, err = say("inspect", "shown", "rollout-0", "--gateway", gateway, "--json")
@@ -225,7 +347,15 @@ def test_inspect(gateway: str, say: Callable[..., Said]) -> None:
     assert "dispatch audit: 24 entries of 2 ranks agree, all ranks have the same table" in out
 
 
-COMMANDS = [("status",), ("inspect", "some", "rollout-0")]
+ENGINE = '{"kind": "worker", "world_size": 2}'
+COMMANDS = [
+    ("status",),
+    ("inspect", "some", "rollout-0"),
+    ("pairs",),
+    ("delete", "some"),
+    ("delete", "some", "--force"),
+]
+COMMANDS += [("leave", "some", "rollout-0"), ("join", "some", "rollout-0", ENGINE)]
 COMMANDS += [(*command, "--json") for command in COMMANDS]
 
 
@@ -277,6 +407,50 @@ def test_what_the_gateway_does_not_know(gateway: str, say: Callable[..., Said], 
     one_line(say("inspect", "new", "rollout-0", *ask), 4, "instance rollout-0 of pair new has not registered yet")
 
 
+def test_pairs_are_listed_changed_and_deleted(monkeypatch: pytest.MonkeyPatch, say: Callable[..., Said]) -> None:
+    with running_gateway() as (url, token):
+        monkeypatch.setenv(TOKEN_VARIABLE, token)
+        ask = ("--gateway", url)
+        assert say("pairs", *ask) == (0, "no pairs\n", "")
+        assert say("pairs", *ask, "--json") == (0, '{"pairs": []}\n', "")
+        with GatewayClient(url) as client:
+            client.create_pair("main", 1, {"rollout-0": {"kind": "worker", "world_size": 1}})
+            client.create_pair("old", 3, {"rollout-0": {"kind": "worker", "world_size": 1}})
+        assert say("join", "main", "rollout-1", ENGINE, *ask) == (
+            0, "instance rollout-1 has joined pair main; the next update brings it up\n", ""
+        )  # fmt: skip
+        joined = '{"name": "rollout-2", "kind": "worker", "world_size": 2}'
+        status, out, _ = say("join", "main", "rollout-2", joined, *ask, "--json")
+        assert (status, json.loads(out)) == (0, {"pair": "main", "instance": "rollout-2"})
+        one_line(say("join", "main", "rollout-3", joined, *ask), 2, "has the name 'rollout-2', expected 'rollout-3'")
+        one_line(say("join", "main", "rollout-3", "[]", *ask), 2, "instance '[]' is not a JSON object")
+        one_line(say("join", "main", "rollout-3", '{"worldsize": 1}', *ask), 2, "worldsize is not known")
+        assert say("leave", "main", "rollout-0", *ask) == (0, "instance rollout-0 leaves pair main\n", "")
+        one_line(say("leave", "main", "rollout-9", *ask), 2, "pair main has no instance 'rollout-9'")
+        assert say("pairs", *ask) == (
+            0,
+            "main: 1 trainer rank, no version, instances rollout-1, rollout-2\n"
+            "old: 3 trainer ranks, no version, instances rollout-0\n",
+            "",
+        )
+        assert say("delete", "old", *ask) == (0, "pair old is deleted\n", "")
+        one_line(say("delete", "old", *ask), 2, "there is no pair 'old'; there are main")
+        one_line(say("delete", "old", "--force", *ask), 2, "there is no pair 'old'; there are main")
+        status, out, _ = say("pairs", *ask, "--json")
+        found = {"pair": "main", "trainer_world": 1, "instances": ["rollout-1", "rollout-2"], "version": None}
+        assert (status, json.loads(out)) == (0, {"pairs": [found]})
+        status, out, _ = say("delete", "main", "--force", "--json", *ask)
+        assert (status, json.loads(out)) == (0, {"pair": "main"})
+
+
+@pytest.mark.parametrize(("numbers", "newest"), [([3, None, 12], 12), ([100, "81@2", "9@2"], "81@2"), ([None], None)])
+def test_the_newest_version_of_a_pair(numbers: list[int | str | None], newest: int | str | None) -> None:
+    instances = {str(index): {"phase": "connected", "version": version} for index, version in enumerate(numbers)}
+    instances["gone"] = {"phase": "left", "version": "99@9"}
+    summary = pairs_command._summary({"pair": "main", "trainer": {"world_size": 1}, "instances": instances})
+    assert summary["version"] == newest
+
+
 def run_gateway(*arguments: str, **environment: str) -> Said:
     command = [sys.executable, "-m", "weightcast", "gateway", *arguments]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
@@ -284,16 +458,40 @@ def run_gateway(*arguments: str, **environment: str) -> Said:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_a_port_in_use(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_a_port_in_use(host: str, options: tuple[str, ...]) -> None:
     """Neither address nor token is printed for a gateway that does not listen."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        said = run_gateway("--port", port, *options)
-    one_line(said, ControlError.exit_status, "weightcast gateway: cannot listen on ", f"127.0.0.1:{port}: ", "in use")
+    with listen(host) as listener:
+        port = int(listener.getsockname()[1])
+        said = run_gateway("--host", host, "--port", str(port), *options)
+    text = f"cannot listen on {host_port(host, port)}: port {port} of {host} is in use; choose another port"
+    one_line(said, ControlError.exit_status, f"weightcast gateway: {text}")
 
 
-def test_a_host_that_is_not_ours(say: Callable[..., Said]) -> None:
-    one_line(say("gateway", "--host", "192.0.2.1", "--port", "8900"), 4, "cannot listen on ", "192.0.2.1:8900: ")
+@pytest.mark.parametrize("host", ["192.0.2.1", pytest.param("2001:db8::1", marks=pytest.mark.ipv6)])
+def test_a_host_that_is_not_ours(say: Callable[..., Said], host: str) -> None:
+    text = f"cannot listen on {host_port(host, 8900)}: {host} is no address of this machine; give one that is"
+    one_line(say("gateway", "--host", host, "--port", "8900"), 4, text)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "0"])
+def test_every_address_without_one_to_tell_engines(host: str) -> None:
+    """SGLang was told that its gateway is at 0.0.0.0, without a word."""
+    text = f"--host {host.strip('[]')} is every address, and engines have to be told one: give --advertise HOST"
+    one_line(run_gateway("--host", host), 2, text)
+    one_line(run_gateway("--host", host, "--advertise", host), 2, "--advertise", "is every address")
+
+
+@pytest.mark.parametrize(
+    ("advertise", "text"),
+    [
+        ("[::1", "'[::1' is no host; expected HOST, HOST:PORT, or an IPv6 address with a port as [::1]:8900"),
+        ("ftp://gateway", "--advertise: url is 'ftp://gateway', expected http://host:port of the gateway"),
+        ("http://gateway/path", "--advertise is 'http://gateway/path', which has a path; give engines that URL as"),
+    ],
+)
+def test_an_address_that_engines_cannot_be_told(advertise: str, text: str) -> None:
+    one_line(run_gateway("--advertise", advertise), 2, text)
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -14,7 +18,10 @@ from gateway_support import running_gateway
 from safetensors.torch import save_file
 from spawn_support import free_port
 
-from weightcast.gateway.client import TOKEN_VARIABLE
+from weightcast.adapters.unsharded import PlainSource
+from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
+from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast.gateway.server.tokens import make_token
 
 
 def run(*command: str, **environment: str) -> list[str]:
@@ -96,6 +103,95 @@ def test_http_controller(root: Path) -> None:
             "serving {'rollout-1': 3}",
         ]
         assert controller.returncode == 0
+
+
+class RouterRoutes(BaseHTTPRequestHandler):
+    """The routes for workers of SGLang's router 0.3.2, which answers at once and works on it afterwards."""
+
+    workers: dict[str, str]
+
+    def do_GET(self) -> None:
+        self.answer({"workers": [{"id": number, "url": url} for number, url in self.workers.items()]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.workers[str(len(self.workers))] = body["url"]
+        self.answer({"status": "accepted"}, 202)
+
+    def do_DELETE(self) -> None:
+        del self.workers[self.path.rpartition("/")[2]]
+        self.answer({"status": "accepted"}, 202)
+
+    def answer(self, body: object, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def router() -> Iterator[tuple[str, dict[str, str]]]:
+    """URL and workers of a router."""
+    RouterRoutes.workers = {}
+    with ThreadingHTTPServer(("127.0.0.1", 0), RouterRoutes) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", RouterRoutes.workers
+        server.shutdown()
+
+
+def readiness(root: Path, gateway: str, token: str, instance: str) -> subprocess.CompletedProcess[str]:
+    """The outcome of the probe of an engine in the manifest, run as Kubernetes would."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    objects = list(yaml.safe_load_all((root / "examples" / "kubernetes.yaml").read_text()))
+    (engine,) = (o for o in objects if o["kind"] == "StatefulSet" and o["metadata"]["name"] == "rollout")
+    (container,) = engine["spec"]["template"]["spec"]["containers"]
+    *shell, script = container["readinessProbe"]["exec"]["command"]
+    environment = {"PATH": os.environ["PATH"], "WEIGHTCAST_READY_TOKEN": token, "HOSTNAME": instance}
+    command = [*shell, script.replace("http://weightcast:8900", gateway)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.slow
+def test_readiness(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Kubernetes and a router are told of an engine that is fenced, serves, and dies."""
+    ready, url_of_engine = make_token(), "http://10.0.0.7:30000"
+    monkeypatch.setenv("WEIGHTCAST_READY_TOKEN", ready)
+    with running_gateway() as (url, token), router() as (router_url, workers), ExitStack() as started:
+        environment = {**os.environ, "WEIGHTCAST_READY_TOKEN": ready, "PYTHONUNBUFFERED": "1"}
+
+        def start(example: str, *arguments: str, **more: str) -> subprocess.Popen[str]:
+            command = [sys.executable, str(root / "examples" / example), *arguments]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment | more)
+            started.enter_context(process)
+            started.callback(process.kill)
+            return process
+
+        follower = start("router_follower.py", url, "main", router_url, f"rollout-1={url_of_engine}")
+        assert follower.stdout is not None
+        with GatewayClient(url, token) as client:
+            client.create_pair(
+                "main", 1, {"rollout-1": {"kind": "worker", "world_size": 1}}, {"heartbeat": 0.5, "silence": 10.0}
+            )
+        probe = readiness(root, url, ready, "rollout-1")
+        assert probe.returncode != 0
+        assert json.loads(probe.stdout)["message"].endswith("does not serve: no version was committed yet")
+        assert workers == {}
+        engine = start("own_engine.py", url, "main", "rollout-1", **{TOKEN_VARIABLE: token})
+        source = PlainSource({"model.norm.weight": torch.ones(64)})
+        trainer = TrainerWorker(url, "main", source, rank=0, world_size=1, token=token)
+        trainer.connect()
+        trainer.update(1)
+        assert follower.stdout.readline() == "rollout-1 in: it serves\n"
+        assert list(workers.values()) == [url_of_engine]
+        assert readiness(root, url, ready, "rollout-1").returncode == 0
+        engine.kill()
+        dead = "rollout-1 ranks 0 were not heard from for 10 s"
+        expected = f"rollout-1 out: instance rollout-1 of pair main does not serve: {dead}\n"
+        assert follower.stdout.readline() == expected
+        assert workers == {}
+        trainer.close()
 
 
 @pytest.mark.slow

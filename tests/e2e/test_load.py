@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from gateway_support import running_gateway
+from life_support import soon
+from loopback_support import LOOPBACKS
 from plain_support import Piece, PlainSink
 from safetensors.torch import save_file
 
@@ -18,9 +24,9 @@ from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ranks.instance import InstanceWorker
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[str, str]]:
-    with running_gateway() as found:
+@pytest.fixture(scope="module", params=LOOPBACKS)
+def running(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    with running_gateway(host=request.param) as found:
         yield found
 
 
@@ -40,9 +46,6 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def _serve(url: str, pair: str, sink: PlainSink, served: list[int]) -> None:
     """An engine that waits for its pair, and serves one version."""
-    with GatewayClient(url) as client:
-        while pair not in [known["pair"] for known in client.status()]:
-            pass
     worker = InstanceWorker(url, pair, "rollout-0", sink, rank=0, world_size=1)
     try:
         while not served:
@@ -106,9 +109,55 @@ def test_a_pair_that_is_there_is_left_alone(gateway: str, checkpoint: Path, caps
         client.delete_pair("main")
 
 
+def test_a_load_that_is_interrupted_leaves_no_pair(gateway: str, checkpoint: Path) -> None:
+    """While it waits for an engine that does not come; else the next run would find the name taken."""
+    instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
+    command = [
+        sys.executable,
+        "-m",
+        "weightcast",
+        "load",
+        str(checkpoint),
+        "--instance",
+        instance,
+        "--gateway",
+        gateway,
+    ]
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with (
+        GatewayClient(gateway) as client,
+        subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heed) as process,
+    ):
+        assert process.stderr is not None
+        while not [pair for pair in client.status() if pair["pair"] == "load" and pair["trainer"]["registered"]]:
+            assert process.poll() is None
+        while not client.status()[0]["instances"]["rollout-0"]["orders"]:
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60.0) == 130
+        assert "load" not in [pair["pair"] for pair in client.status()]
+
+
 def test_a_folder_that_is_no_checkpoint_is_told_first(
     gateway: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
     assert main(["load", str(tmp_path), "--instance", instance, "--gateway", gateway]) == 2
     assert "has no *.safetensors file" in capsys.readouterr().err
+
+
+def test_a_load_whose_pair_is_deleted_says_so(
+    gateway: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not that the pair, which it takes back as well, is no longer there."""
+    instance = json.dumps({"name": "rollout-0", "kind": "worker", "world_size": 1})
+    status: list[int] = []
+    arguments = ["load", str(checkpoint), "--instance", instance, "--pair", "gone", "--gateway", gateway]
+    load = threading.Thread(target=lambda: status.append(main(arguments)), daemon=True)
+    load.start()
+    with GatewayClient(gateway) as client:
+        soon(lambda: [p for p in client.status() if p["pair"] == "gone" and p["instances"]["rollout-0"]["orders"]])
+        client.delete_pair("gone", force=True)
+    load.join(60.0)
+    assert status == [4]
+    assert "pair gone is deleted, which ends what is under way" in capsys.readouterr().err

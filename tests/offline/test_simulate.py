@@ -223,6 +223,20 @@ def test_the_command_on_a_bundle(topology, tmp_path, capsys):
     assert {op["kind"] for op in json.loads(out)["ops"]} == {"send"}
 
 
+def test_a_host_has_eight_ranks_unless_told_otherwise(tmp_path, capsys):
+    """Machines have eight GPUs: with hosts of one rank nothing would go over NVLink."""
+    made = {}
+    for ranks in (1, 8, None):
+        path = tmp_path / f"{ranks}.toml"
+        path.write_text("nic_gbps = 400\nnvlink_gbps = 3600\n" + (f"ranks_per_host = {ranks}\n" if ranks else ""))
+        options = ("--trainer", "pp1xep8", "--instances", "1x8", "--simulate", path, "--json")
+        status, out, _ = run(capsys, "--shape", "qwen3-30b-a3b", *options)
+        assert status == 0
+        made[ranks] = json.loads(out)["simulation"]
+    assert made[None] == made[8]
+    assert made[8]["seconds"] < made[1]["seconds"]
+
+
 def test_faults_of_the_command(topology, tmp_path, capsys):
     bundle = CASES / "two-instances-two-shards.json"
     wrong = tmp_path / "wrong.toml"

@@ -21,6 +21,7 @@ from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.control.pair import Pair
 from weightcast.gateway.records import CommitPolicy, EngineSpec, Order, PairSpec, UpdateRecord
 from weightcast.gateway.settings import Settings
+from weightcast.gateway.versions import Version
 from weightcast.transfer.boxes.columns import volumes
 from weightcast.transfer.digest.residues import PRIME
 from weightcast.transfer.errors import EngineError, PairStateError, TransferError, VersionError, WeightcastError
@@ -41,6 +42,7 @@ __all__ = [
     "Play",
     "Trainer",
     "connected",
+    "first",
     "make_pair",
     "reports_of",
 ]
@@ -52,6 +54,11 @@ SPECS = {"w": TensorSpec((8, 4), "bfloat16")}
 TOP, BOTTOM, ALL = Region("w", (0, 0), (4, 4)), Region("w", (4, 0), (4, 4)), Region("w", (0, 0), (8, 4))
 TRAINER = [[TOP], [BOTTOM]]
 WAIT = 5.0
+
+
+def first(number: int) -> Version:
+    """The version of that number in the first lineage."""
+    return Version.parse(number)
 
 
 def reports_of(ranks: Sequence[Sequence[Region]]) -> list[RankReport]:
@@ -89,7 +96,7 @@ class Engine:
         self.seen = ""
         self.parts: list[RankPart] = []
         self.epoch = 0
-        self.received: int | None = None
+        self.received: Version | None = None
         self.holds = Holding()
         pair.instance(name).driver = self
 
@@ -171,10 +178,10 @@ class Engine:
             if moved and part.rank == 0:
                 await self.instance.report_moved(self.epoch, part.rank, received, [moved])
             elif part.rank != self.silent:
-                report = digests_of(part, received + (part.rank == self.corrupt))
+                report = digests_of(part, received.number + (part.rank == self.corrupt))
                 await self.instance.report_digests(self.epoch, "instance", part.rank, received, report)
 
-    async def publish(self, version: int) -> None:
+    async def publish(self, version: Version) -> None:
         await self._step("publish")
         self.holds = self.holds._replace(uncommitted=False)
 
@@ -183,6 +190,11 @@ class Engine:
 
     async def disconnect(self, group: str) -> None:
         await self._step("disconnect")
+
+    absence = None
+
+    async def probe(self, seconds: float = 0.0) -> bool:
+        return True
 
     async def close(self) -> None:
         self.calls.append("close")
@@ -227,7 +239,7 @@ class Trainer:
             elif order.action == "prepare" and not self.mute:
                 await asyncio.sleep(0.01)
                 assert order.version is not None
-                report = digests_of(self.parts[name], order.version, ValueCounts.of({0: self.values}))
+                report = digests_of(self.parts[name], order.version.number, ValueCounts.of({0: self.values}))
                 with suppress(VersionError, PairStateError):
                     instance = self.pair.instance(name)
                     await instance.report_digests(order.epoch, "trainer", self.rank, order.version, report, first=True)
@@ -241,9 +253,9 @@ class Trainer:
                 self.told[name] = order
                 return
 
-    async def _send(self, name: str, epoch: int, version: int) -> None:
+    async def _send(self, name: str, epoch: int, version: Version) -> None:
         instance = self.pair.instance(name)
-        report = digests_of(self.parts[name], version + self.drifts)
+        report = digests_of(self.parts[name], version.number + self.drifts)
         await instance.report_digests(epoch, "trainer", self.rank, version, report)
 
     async def _join(self, name: str, epoch: int) -> None:
@@ -254,12 +266,13 @@ class Trainer:
 
 
 def make_pair(
-    *instances: str, commit: CommitPolicy = "each", **settings: float
+    *instances: str, commit: CommitPolicy = "each", min_instances: int | None = None, **settings: float
 ) -> tuple[Pair, dict[str, Engine], list[Trainer]]:
     """A pair of two trainer ranks and instances of two ranks, the first of which holds the tensor twice."""
     seconds: dict[str, Any] = {"register": 2.0, "join": 2.0, "prepare": 2.0, "transfer": 2.0, "verify": 2.0, **settings}
     specs = {name: EngineSpec(kind="worker", world_size=2) for name in instances}
-    spec = PairSpec("main", trainer_world=2, instances=specs, settings=Settings(**seconds), commit=commit)
+    options: dict[str, Any] = {"settings": Settings(**seconds), "commit": commit, "min_instances": min_instances}
+    spec = PairSpec("main", trainer_world=2, instances=specs, **options)
     pair = Pair(spec)
     engines = {name: Engine(pair, name, [[ALL, ALL], [ALL]]) for name in instances}
     return pair, engines, [Trainer(pair, rank) for rank in range(2)]
@@ -268,8 +281,8 @@ def make_pair(
 class Play:
     """A pair with its players, for one event loop."""
 
-    def __init__(self, *instances: str, commit: CommitPolicy = "each", **settings: float) -> None:
-        self.pair, self.engines, self.trainers = make_pair(*(instances or (A,)), commit=commit, **settings)
+    def __init__(self, *instances: str, **options: Any) -> None:
+        self.pair, self.engines, self.trainers = make_pair(*(instances or (A,)), **options)
 
     @property
     def engine(self) -> Engine:
@@ -280,12 +293,14 @@ class Play:
             await trainer.register()
         await self._both(coordinator.connect(self.pair, self.pair.generation, "127.0.0.1", 1), "connected", "failed")
 
-    async def update(self, version: int) -> UpdateRecord:
+    async def update(self, number: int, *, restart: bool = False) -> UpdateRecord:
         """The record of the first instance; the calls that led to it are `engine.calls`."""
         for engine in self.engines.values():
             engine.calls.clear()
         for trainer in self.trainers:
-            await self.pair.offer(trainer.rank, version)
+            taken = await self.pair.offer(trainer.rank, number, restart=restart)
+            assert taken is not None
+        version = taken.version
         await self._both(transaction.update(self.pair, version, "127.0.0.1", 1), "end")
         for name, record in self.pair.results[version].items():
             for trainer in self.trainers:
@@ -303,15 +318,15 @@ class Play:
     async def _both(self, work: Coroutine[Any, Any, None], *last: str) -> None:
         await asyncio.wait_for(asyncio.gather(work, *(t.follow(*last) for t in self.trainers)), 20.0)
 
-    def state(self, name: str = A) -> tuple[Phase, int | None, bool]:
-        """Phase, version, whether it is fenced."""
+    def state(self, name: str = A) -> tuple[Phase, int | str | None, bool]:
+        """Phase, version as JSON has it, whether it is fenced."""
         record = self.pair.instances[name].record
-        return record.phase, record.version, record.fenced
+        return record.phase, None if record.version is None else record.version.as_json(), record.fenced
 
 
-async def connected(*instances: str, version: int | None = 1, commit: CommitPolicy = "each", **settings: float) -> Play:
-    """A play that has committed `version`."""
-    play = Play(*instances, commit=commit, **settings)
+async def connected(*instances: str, version: int | None = 1, **options: Any) -> Play:
+    """A play that has committed `version`, with the options of `make_pair`."""
+    play = Play(*instances, **options)
     await play.connect()
     if version is not None:
         record = await play.update(version)

@@ -14,15 +14,17 @@ from weightcast.transfer.transports.rendezvous import connect_store, open_store
 __all__ = ["join_all", "together"]
 
 
-def join_all(labels: Sequence[str], name: str = "rollout-0", backend: str = "tcp") -> list[Communicator]:
+def join_all(
+    labels: Sequence[str], name: str = "rollout-0", backend: str = "tcp", address: str = "127.0.0.1"
+) -> list[Communicator]:
     """All members of a new group, by group rank."""
     deadline = Deadline.after(20.0)
-    _, port = first = open_store("127.0.0.1", deadline)
+    _, port = first = open_store(address, deadline)
 
     def join(rank: int) -> Communicator:
-        store = first[0] if rank == 0 else connect_store("127.0.0.1", port, deadline)
+        store = first[0] if rank == 0 else connect_store(address, port, deadline)
         return join_group(
-            store, rank=rank, labels=labels, name=name, deadline=deadline, backend=backend, address="127.0.0.1"
+            store, rank=rank, labels=labels, name=name, deadline=deadline, backend=backend, address=address
         )
 
     return together(*(lambda rank=rank: join(rank) for rank in range(len(labels))))

@@ -15,9 +15,10 @@ from plain_support import Piece, PlainSink
 
 from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import GatewayClient
-from weightcast.gateway.ranks.instance import InstanceWorker
+from weightcast.gateway.ranks.instance import InstanceWorker, MemoryRecord
 from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
+from weightcast.transfer.protocols import Sink
 
 __all__ = ["ENGINE", "ONE", "SIZE", "Engine", "Link", "create", "cut_link", "soon", "trainer"]
 
@@ -27,12 +28,29 @@ ONE = {ENGINE: {"kind": "worker", "world_size": 1}}
 
 
 class Engine:
-    """An own engine of one rank: a loop that does nothing but `serve`. `said` are the errors that it raised."""
+    """The first rank of an own engine: a loop that does nothing but `serve`. `said` are the errors that it raised.
 
-    def __init__(self, url: str, token: str, pair: str = "main", name: str = ENGINE, wait: float = 0.05) -> None:
-        self.weights = torch.full((SIZE,), float("nan"))
-        sink = PlainSink([Piece("t", (SIZE,), (0,), self.weights)])
-        self.worker = InstanceWorker(url, pair, name, sink, rank=0, world_size=1, token=token)
+    With `memory` and `weights` of an earlier one it is the same process with another worker. Its sink is one of
+    `weights` unless given.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        pair: str = "main",
+        name: str = ENGINE,
+        wait: float = 0.05,
+        world: int = 1,
+        memory: MemoryRecord | None = None,
+        weights: torch.Tensor | None = None,
+        sink: Sink | None = None,
+    ) -> None:
+        self.weights = torch.full((SIZE,), float("nan")) if weights is None else weights
+        own_sink = PlainSink([Piece("t", (SIZE,), (0,), self.weights)])
+        self.worker = InstanceWorker(
+            url, pair, name, sink or own_sink, rank=0, world_size=world, token=token, memory=memory
+        )
         self.served: list[int] = []
         self.said: list[WeightcastError] = []
         self._wait, self._end = wait, threading.Event()

@@ -142,7 +142,7 @@ def _serve(
     worker = InstanceWorker(
         url, "moving", "rollout-0", engine.sink, rank=r.rank, world_size=r.world, token=token, deadline=SECONDS
     )
-    ended: list[int] = []
+    ended: list[int | None] = []
     _note_ends(worker, ended)
     _move_during_transfers(worker, engine, dict(during))
     faults: list[Any] = []
@@ -158,13 +158,13 @@ def _serve(
     return faults
 
 
-def _note_ends(worker: InstanceWorker, ended: list[int]) -> None:
+def _note_ends(worker: InstanceWorker, ended: list[int | None]) -> None:
     """Adds the version of each update that is over, committed or not."""
     committed = worker._committed
 
     def noting(order: Order) -> int | None:
         if order.action is Action.END:
-            ended.append(order.version)
+            ended.append(None if order.version is None else order.version.number)
         return committed(order)
 
     worker._committed = noting  # type: ignore[method-assign]
@@ -177,8 +177,9 @@ def _move_during_transfers(worker: InstanceWorker, engine: _Engine, left: dict[i
 
     def watching(*arguments: Any) -> tuple[int, Order]:
         number, order = ready(*arguments)
-        if order.action is Action.RUN and left.get(order.version, 0):
-            left[order.version] -= 1
+        version = order.version.number if order.version is not None else 0
+        if order.action is Action.RUN and left.get(version, 0):
+            left[version] -= 1
             armed.append(True)
         return number, order
 

@@ -122,14 +122,20 @@ def error_of(error: WeightcastError) -> str:
 
 
 def trainer(
-    rank: int, url: str, pair: str, versions: list[int], deadline: float, deaf_seconds: float = 0.0
+    rank: int,
+    url: str,
+    pair: str,
+    versions: list[int],
+    deadline: float,
+    deaf_seconds: float = 0.0,
+    backend: str = "tcp",
 ) -> list[Any]:
     """Connects and sends each version; what came of each, an error as text.
 
     The answer to its digests takes `deaf_seconds` to arrive.
     """
     source = ShardSource(rank)
-    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=deadline)
+    worker = TrainerWorker(url, pair, source, rank=rank, world_size=2, deadline=deadline, backend=backend)
     tell = worker._client.digests
 
     def told(*arguments: Any, **which: Any) -> Any:
@@ -154,7 +160,15 @@ def trainer(
 
 
 def instance(
-    rank: int, world: int, url: str, pair: str, name: str, row: list[int], plays: dict[str, Any], deadline: float
+    rank: int,
+    world: int,
+    url: str,
+    pair: str,
+    name: str,
+    row: list[int],
+    plays: dict[str, Any],
+    deadline: float,
+    backend: str = "tcp",
 ) -> list[list[str]]:
     """Serves until as many versions as `plays["versions"]` are committed; the faults of its memory after each.
 
@@ -164,7 +178,7 @@ def instance(
     sink = SlotSink(rank, world, row)
     if "unsettled" in plays:
         sink = SettlingSink(rank, world, row, plays["unsettled"] if rank == 1 else [])
-    worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline)
+    worker = InstanceWorker(url, pair, name, sink, rank=rank, world_size=world, deadline=deadline, backend=backend)
     faults: list[list[str]] = []
     _play_corruption(worker, sink, plays)
     if plays.get("connect"):
@@ -231,7 +245,8 @@ def move_under(worker: InstanceWorker, sink: SlotSink, rows: dict[int, list[int]
 
     def transfer() -> TransferReport:
         report = receive()
-        sink.row = rows.pop(worker._target or 0, sink.row)
+        version = 0 if worker.target is None else worker.target.number
+        sink.row = rows.pop(version, sink.row)
         return report
 
     worker.transfer = transfer  # type: ignore[method-assign]

@@ -20,6 +20,7 @@ from weightcast.gateway.client import GatewayClient
 from weightcast.gateway.ranks.host import HOST_VARIABLE
 from weightcast.gateway.ranks.instance import InstanceWorker
 from weightcast.gateway.ranks.trainer import TrainerWorker
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.layout.memory import RankLayout
 from weightcast.transfer.plan.operations import Kind
@@ -135,7 +136,7 @@ def _end_in_transfer(worker: InstanceWorker, version: int) -> None:
 
     def ready(*asked: Any) -> Any:
         number, order = ask(*asked)
-        if order.version == version and passed_on(worker):
+        if order.version == Version.parse(version) and passed_on(worker):
             os.kill(os.getpid(), signal.SIGKILL)
         return number, order
 

@@ -466,6 +466,7 @@ def small_models(rank: int, world: int, port: int, path: str, server: Server) ->
     layout.view(0).fill_(3)
     sink.settle()
     assert model.counter.tolist() == [4.0]
+    unloaded_models()
     both = torch.zeros(6)
     model = Small(derive)
     model.weight, model.tied = (torch.nn.Parameter(part, requires_grad=False) for part in (both[:4], both[2:]))
@@ -474,3 +475,37 @@ def small_models(rank: int, world: int, port: int, path: str, server: Server) ->
     model.tied = torch.nn.Parameter(torch.empty(1, device="meta"))
     with pytest.raises(DescribeError, match=r"parameter 'tied' has no memory"):
         SglangSink(model, catalog).describe()
+
+
+def unloaded_models() -> None:
+    """Models that no loader has run for: what it would fill is filled, and what stays random is refused."""
+    catalog = {"weight": TensorSpec((4,), "float32"), "buffer": TensorSpec((2,), "float32")}
+
+    def fill(model: Small, given: dict[str, torch.Tensor]) -> None:
+        model.loaded.fill_(7)
+        model.loaded[1] = 8
+        model.counter.copy_(torch.full((1,), 9.0))
+
+    for is_dummy, loaded, counter in ((True, [7.0, 8.0], [9.0]), (False, [3.0, 3.0], [3.0])):
+        model = Small(fill)
+        model.loaded.fill_(3)
+        model.counter.fill_(3)
+        sink = SglangSink(model, catalog, rank=5, is_dummy=is_dummy)
+        assert sink.describe().notes.padding_bytes == 12
+        assert (model.loaded.tolist(), model.counter.tolist()) == ([3.0, 3.0], [3.0]), "described, and nothing else"
+        sink.pad()
+        assert (model.loaded.tolist(), model.counter.tolist()) == (loaded, counter)
+
+    def mixed(model: Small, given: dict[str, torch.Tensor]) -> None:
+        numbers = torch.zeros(2)
+        numbers[:1].fill_(1)
+        model.loaded.copy_(numbers)
+        model.counter.zero_()
+
+    for writes, message in (
+        (lambda m, g: m.loaded.copy_(g["buffer"]), "buffer 'counter' has random numbers, and no checkpoint tensor"),
+        (mixed, "parameter 'loaded': the loader pads it with several numbers"),
+    ):
+        SglangSink(Small(writes), catalog).describe()
+        with pytest.raises(DescribeError, match=message):
+            SglangSink(Small(writes), catalog, is_dummy=True).describe()

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
 from weightcast.transfer.boxes.arrays import IntArray
 from weightcast.transfer.boxes.columns import pad_boxes
 from weightcast.transfer.colocated.segment import Segment
-from weightcast.transfer.errors import PlanError
+from weightcast.transfer.errors import InputError, PlanError
 from weightcast.transfer.layout.dtypes import ITEMSIZE, NAMES
 from weightcast.transfer.wire.frames import FrameReader, FrameWriter
 
-__all__ = ["MAX_OFFER_BYTES", "Offer", "Share", "decode_offer", "encode_offer", "fingerprint_of"]
+__all__ = ["MAX_OFFER_BYTES", "Offer", "Share", "check_share", "decode_offer", "encode_offer", "fingerprint_of"]
 
 
 MAX_OFFER_BYTES = 64 << 20
 
-Share: TypeAlias = Literal["in_place", "staged"] | None
+_Exports = Literal["in_place", "staged"]
+Share: TypeAlias = _Exports | None
 """Memory that a trainer rank exports: its weights where they lie, a buffer into which it packs them, or none."""
 
 _VERSION, _KIND = 1, 4
@@ -63,6 +64,12 @@ class Offer:
                 f"{where} offers box {row} up to element {int(last[row])} of "
                 f"{int(self.elements[self.base[row]])}; nothing outside a storage is read"
             )
+
+
+def check_share(share: object) -> None:
+    """Raises InputError for what a trainer rank cannot export."""
+    if share is not None and share not in get_args(_Exports):
+        raise InputError(f"share is {share!r}, expected {', '.join(map(repr, get_args(_Exports)))} or None")
 
 
 def fingerprint_of(frame: bytes) -> int:

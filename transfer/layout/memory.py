@@ -84,10 +84,14 @@ class LayoutBuilder:
         """Adds one region: the box at `offset` of logical tensor `tensor` with global `shape`; `view` is its memory.
 
         The size of the box is `view.shape`, the dtype is the view's. Raises LayoutError when the tensor was added
-        before with another shape or dtype, and for views whose layout is not strided.
+        before with another shape or dtype, and for views that are no tensors or whose layout is not strided.
         """
         import torch
 
+        if not (isinstance(tensor, str) and isinstance(view, torch.Tensor)):
+            raise LayoutError(
+                f"a region has a name and a torch tensor as its memory, found {tensor!r} and {type(view).__name__}"
+            )
         spec = TensorSpec(tuple(int(n) for n in shape), from_torch(view.dtype))
         first_spec = self._specs.setdefault(tensor, spec)
         if first_spec != spec:

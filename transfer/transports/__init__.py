@@ -2,6 +2,7 @@
 
 - `communicator`: `Communicator`, the interface of all of them
 - `choose`: communicator for the name of a backend
+- `addresses`: IPv4 and IPv6 addresses, written, read and listened on
 - `rendezvous`: store at which the members of a group meet
 - `process_group`: groups over torch.distributed, with Gloo or NCCL
 - `waiter`: waits on a library that the caller can give up

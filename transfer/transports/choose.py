@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch.distributed import Store
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import TransferError
+from weightcast.transfer.errors import InputError, TransferError
 from weightcast.transfer.transports.communicator import Communicator
 from weightcast.transfer.transports.process_group import TorchGroup
 from weightcast.transfer.transports.tcp_group import TcpGroup
 
-__all__ = ["BACKENDS", "join_group"]
+__all__ = ["BACKENDS", "check_backend", "join_group"]
 
 BACKENDS = ("tcp", "gloo", "nccl")
 """Sockets of our own between CPUs, torch's between CPUs, and NCCL between GPUs."""
+
+
+def check_backend(backend: object) -> None:
+    """Raises InputError for a backend that is not known, or that this process has no devices for."""
+    if backend not in BACKENDS:
+        raise InputError(f"backend is {backend!r}, expected {', '.join(map(repr, BACKENDS))}")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise InputError("backend is 'nccl', which needs a CUDA device, and torch sees none here; take 'tcp' or 'gloo'")
 
 
 def join_group(

@@ -9,7 +9,6 @@ So a group lives beside all that the trainer or the engine has set up, and comes
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import threading
 import time
@@ -24,6 +23,7 @@ from torch.distributed import PrefixStore, Store
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
+from weightcast.transfer.transports.addresses import ip_address
 from weightcast.transfer.transports.communicator import Exchange, Message
 from weightcast.transfer.transports.iovec import Iovec
 from weightcast.transfer.transports.peer_errors import Left, Naming, one_line
@@ -233,7 +233,7 @@ def _gloo(store: Store, rank: int, size: int, deadline: Deadline, interface: str
     options._timeout = deadline.wait_time()
     if not interface:
         options._devices = [gloo.create_default_device()]
-    elif _is_address(interface):
+    elif ip_address(interface) is not None:
         options._devices = [gloo.create_device(hostname=interface)]
     else:
         options._devices = [gloo.create_device(interface=interface)]
@@ -260,14 +260,6 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = saved_value
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _timed_out(error: RuntimeError) -> bool:

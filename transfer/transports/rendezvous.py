@@ -8,14 +8,15 @@ The store is torch's. It serves one attempt to connect, and lists the members th
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import time
 
 from torch.distributed import Store, TCPStore
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, TransferError
+from weightcast.transfer.errors import AddressError, DeadlineError, TransferError
+from weightcast.transfer.transports import addresses
+from weightcast.transfer.transports.addresses import host_port, is_unspecified
 from weightcast.transfer.transports.peer_errors import Naming, one_line
 
 __all__ = ["connect_store", "listen", "meet", "open_store"]
@@ -24,15 +25,11 @@ _POLL_SECONDS = 0.005
 
 
 def listen(host: str) -> socket.socket:
-    """A listener on a free port of the address `host` only. Raises TransferError when it is no address of this host."""
-    try:
-        family, *_, socket_address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(str(socket_address[0]).partition("%")[0]).is_unspecified:
-            # The others are told to connect to it, and from another host would come to themselves.
-            raise TransferError(f"cannot listen on {host!r}, which is every address; give one at which others reach it")
-        return socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-    except OSError as error:
-        raise TransferError(f"cannot listen on {host!r}: {error}; give an address of this host") from error
+    """A listener on a free port of the address `host` only. Raises AddressError when it is no address of this host."""
+    if is_unspecified(host):
+        # The others are told to connect to it, and from another host would come to themselves.
+        raise AddressError(f"cannot listen on {host!r}, which is every address; give one at which others reach it")
+    return addresses.listen(host)
 
 
 def open_store(host: str, deadline: Deadline) -> tuple[Store, int]:
@@ -60,7 +57,7 @@ def connect_store(host: str, port: int, deadline: Deadline) -> Store:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.wait_time())
     except RuntimeError as error:
         raise DeadlineError(
-            f"no store answers at {host}:{port} within {deadline.seconds:g} s ({one_line(error)}); "
+            f"no store answers at {host_port(host, port)} within {deadline.seconds:g} s ({one_line(error)}); "
             "is member 0 of the group alive?"
         ) from error
 

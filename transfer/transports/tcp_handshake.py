@@ -19,6 +19,7 @@ from torch.distributed import Store
 
 from weightcast.transfer.deadline import Deadline
 from weightcast.transfer.errors import TransferError
+from weightcast.transfer.transports.addresses import host_port
 from weightcast.transfer.transports.peer_errors import Naming, one_line
 from weightcast.transfer.transports.rendezvous import listen, meet
 
@@ -82,14 +83,15 @@ def _own_address(store: Any) -> str:
 
 
 def _connect(host: str, port: int, peer: int, naming: Naming, deadline: Deadline) -> socket.socket:
+    place = host_port(host, port)
     try:
         return socket.create_connection((host, port), timeout=max(deadline.left, 0.001))
     except TimeoutError as error:
-        purpose = f"to answer at {host}:{port}; is that address reachable from here?"
+        purpose = f"to answer at {place}; is that address reachable from here?"
         raise naming.absent([peer], deadline, purpose) from error
     except OSError as error:
         raise TransferError(
-            f"{naming.group}: {naming.me} cannot connect to {naming.labels[peer]} at {host}:{port}: {error}; is that "
+            f"{naming.group}: {naming.me} cannot connect to {naming.labels[peer]} at {place}: {error}; is that "
             "address reachable from here?"
         ) from error
 

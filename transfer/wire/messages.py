@@ -1,4 +1,4 @@
-"""Messages between ranks and gateway as bytes: rank reports, parts of plans, digests.
+"""Messages between ranks and gateway as bytes: rank reports, catalogs, parts of plans, digests.
 
 Frames and columns are those of `weightcast.transfer.wire.frames`: versioned, without pickle, limited in size. Decoded
 values are validated in full before they are returned: types and lengths of columns, and bounds of every index and box.
@@ -28,9 +28,11 @@ from weightcast.transfer.wire.tables import check_regions, read_tensors, write_t
 __all__ = [
     "MSGPACK",
     "WIRE_VERSION",
+    "decode_catalog",
     "decode_digests",
     "decode_part",
     "decode_report",
+    "encode_catalog",
     "encode_digests",
     "encode_part",
     "encode_report",
@@ -42,7 +44,7 @@ MSGPACK = "application/msgpack"
 WIRE_VERSION = 3
 """Both sides must have the same; a change of any message changes it."""
 
-_REPORT, _PART, _DIGESTS = 1, 2, 3
+_REPORT, _PART, _DIGESTS, _CATALOG = 1, 2, 3, 4
 
 _MAX_RANKS = 1 << 20
 _MAX_COUNT = (1 << 62) - 1
@@ -107,6 +109,21 @@ def decode_report(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> RankRep
     report = RankReport(rank, world_size, host, table, _read_placement(r), _read_notes(r))
     r.finish()
     return report
+
+
+def encode_catalog(tensors: TensorTable) -> bytes:
+    """The tensors of the trainer as one frame."""
+    w = FrameWriter(WIRE_VERSION, _CATALOG)
+    write_tensors(w, tensors)
+    return w.finish()
+
+
+def decode_catalog(data: bytes, *, max_bytes: int = DEFAULT_MAX_BYTES) -> TensorTable:
+    """The tensors in a frame, validated. Raises InputError."""
+    r = FrameReader(data, version=WIRE_VERSION, kind=_CATALOG, what="catalog", max_bytes=max_bytes)
+    tensors = read_tensors(r)
+    r.finish()
+    return tensors
 
 
 def encode_part(part: RankPart) -> bytes:

@@ -17,8 +17,8 @@ from sglang_nest import Nest
 
 from weightcast.adapters.sglang import plugin, session
 from weightcast.adapters.sglang.caches import Prefixes, drop_caches
-from weightcast.adapters.sglang.session import Member, Session, Thread
-from weightcast.transfer.errors import TransferError
+from weightcast.adapters.sglang.session import Described, Member, Session, Thread
+from weightcast.transfer.errors import DescribeError, TransferError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -170,6 +170,9 @@ def test_ranks_agree_on_copies_whatever_each_answers() -> None:
     assert len(polls) == 1
 
 
+UNDESCRIBED = Described(None, DescribeError("of no interest here"))
+
+
 class Stuck:
     """A worker whose transfer does not end before it is let go."""
 
@@ -188,7 +191,7 @@ def test_every_later_connect_waits_for_a_rank_that_still_writes(monkeypatch: pyt
     """Also after the end of the session was asked for, and when the connect in between was refused already."""
     monkeypatch.setattr(session, "_LEAVING", 0.2)
     process, stuck = Session(), Stuck()
-    member = Member("a", "a", "abort", stuck, Thread("cpu", 0))  # type: ignore[arg-type]
+    member = Member("a", "a", "abort", stuck, UNDESCRIBED, Thread("cpu", 0))  # type: ignore[arg-type]
     process.member = member
     member.receiving = member.writing = member.thread.do(stuck.transfer)
     member.receiving = None  # what the end of a session does first
@@ -200,10 +203,10 @@ def test_every_later_connect_waits_for_a_rank_that_still_writes(monkeypatch: pyt
                     earlier.wait_until_left()
         assert member in process.earlier
         other = Stuck()
-        process.member = Member(name, name, "abort", other, Thread("cpu", 0))  # type: ignore[arg-type]
+        process.member = Member(name, name, "abort", other, UNDESCRIBED, Thread("cpu", 0))  # type: ignore[arg-type]
         process.close()
     stuck.go.set()
     assert member.thread.ended(20.0)
-    process.member = Member("d", "d", "abort", Stuck(), Thread("cpu", 0))  # type: ignore[arg-type]
+    process.member = Member("d", "d", "abort", Stuck(), UNDESCRIBED, Thread("cpu", 0))  # type: ignore[arg-type]
     process.close()
     assert member not in process.earlier

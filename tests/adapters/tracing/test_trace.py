@@ -52,7 +52,7 @@ def replayed(load: Loader, parameters: Parameters, given: Mapping[str, torch.Ten
     expected = {name: p.clone(memory_format=torch.preserve_format) for name, p in parameters.items()}
     run(load, expected, given.items())
     for fill in trace.fills:
-        box_of(parameters[fill.parameter], fill.box).zero_()
+        box_of(parameters[fill.parameter], fill.box).fill_(fill.value)
     for region in trace.regions:
         box = tuple(slice(o, o + n) for o, n in zip(region.offset, region.view.shape, strict=True))
         region.view.copy_(given[region.tensor][box])
@@ -104,8 +104,8 @@ def concatenated(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
     p["p"].data.copy_(torch.cat([b, a], dim=1)[1:3])
 
 
-def concatenated_with_zeros(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
-    p["p"].data.copy_(torch.cat([a, torch.zeros(2, 6, dtype=a.dtype)], dim=0))
+def concatenated_with_constants(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
+    p["p"].data.copy_(torch.cat([a, torch.full((2, 6), 3, dtype=a.dtype)], dim=0))
 
 
 def stacked(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ def piece_by_piece(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def padded(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
-    p["p"].data.copy_(F.pad(a, (1, 2, 0, 1)))
+    p["p"].data.copy_(F.pad(a, (1, 2, 0, 1), value=5.0))
 
 
 def broadcast(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -160,9 +160,22 @@ def filled_then_written(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None
     p["p"].data[:4, :6].copy_(a)
 
 
-def tail_zeroed(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
+def tail_filled(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
     p["p"].data[: a.shape[0]].copy_(a)
-    p["p"].data[a.shape[0] :].data.fill_(0)
+    p["p"].data[a.shape[0] :].data.fill_(7)
+
+
+def tail_of_ones(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
+    p["p"].data.copy_(torch.ones_like(p["p"]))
+    p["p"].data[: a.shape[0]].copy_(a)
+
+
+def tail_of_a_number(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
+    p["p"].data[: a.shape[0]].copy_(a)
+    p["p"].data[a.shape[0]] = 9
+    scratch = torch.zeros(6)
+    scratch.fill_(4)
+    p["p"].data[a.shape[0] + 1].copy_(scratch.clone())
 
 
 def by_foreach(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -190,7 +203,7 @@ def scratch_is_free(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
         (halves_by_chunk, (4, 6), 2),
         (slots, (2, 4, 6), 3),
         (concatenated, (2, 12), 2),
-        (concatenated_with_zeros, (6, 6), 1),
+        (concatenated_with_constants, (6, 6), 1),
         (stacked, (4, 2, 6), 2),
         (cloned_and_cut, (4, 3), 1),
         (converted, (2, 6), 1),
@@ -201,7 +214,9 @@ def scratch_is_free(p: Parameters, a: torch.Tensor, b: torch.Tensor) -> None:
         (piece_by_piece, (8, 6), 3),
         (padded, (5, 9), 1),
         (filled_then_written, (5, 8), 1),
-        (tail_zeroed, (6, 6), 1),
+        (tail_filled, (6, 6), 1),
+        (tail_of_ones, (6, 6), 1),
+        (tail_of_a_number, (6, 6), 1),
         (by_foreach, (8, 6), 2),
         (unbound, (4, 6), 4),
         (scratch_is_free, (4, 6), 1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -11,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, updated_at_last, weightcast
+from cluster_support import PARTS, TOKEN, actors, ray_cluster, seen, tried, updated_at_last, weightcast
 from gateway_support import running_gateway
+from spawn_support import free_port
 
 from weightcast.cluster.die_with_parent import tethered
 from weightcast.cluster.processes import running, start_process
@@ -121,6 +124,7 @@ def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
         monkeypatch.setenv("WEIGHTCAST_TOKEN", token)
         text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
         text = text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"')
+        text = text.replace("silence = 20", "silence = 120")  # one that stands still is waited for
         file = tmp_path / "cluster.toml"
         file.write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith(COMMAND)))
         outside = [sys.executable, str(PARTS), url, "main", "rollout-0", "0", "1", str(tmp_path)]
@@ -129,10 +133,74 @@ def test_a_trainer_on_ray_feeds_an_engine_outside_through_a_gateway_outside(
             assert actors() == {"main/trainer/0", "main/trainer/1"}
             assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
             assert seen(tmp_path, 1) == "right"
+            update_late(cluster, url, token, engine)
+            assert "rollout-0: version 1@2, " in weightcast(
+                "update", "main", "--version", "1", "--restart", "--ray", cluster
+            )
+            assert seen(tmp_path, 1) == "right"
             weightcast("down", str(file))
             assert actors() == set()
             assert engine.poll() is None
         assert weightcast("status", "--gateway", url) == "no pairs\n"
+
+
+@pytest.mark.slow
+def test_an_engine_that_somebody_else_starts_is_waited_for_by_name_and_all_else_stays(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It was said that the trainer ranks say nothing, and all was taken back."""
+    with running_gateway() as (url, token):
+        monkeypatch.setenv("WEIGHTCAST_TOKEN", token)
+        text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+        text = text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"')
+        file = tmp_path / "cluster.toml"
+        file.write_text("".join(f"{line}\n" for line in text.splitlines() if not line.startswith(COMMAND)))
+        said = weightcast("up", str(file), "--deadline", "25", status=4)
+        missing = (
+            "instance rollout-0 ranks 0 did not register yet; rollout-0 rank 0 was never heard of; start the engine"
+        )
+        *reminders, last = [line for line in said.splitlines() if missing in line]
+        assert reminders, "said while it waited"
+        assert reminders[0].startswith("pair main: waiting, ")
+        assert last.startswith("weightcast up: pair main: not done within 25 s: waiting, ")
+        assert "start rollout-0, then run weightcast update main --version N" in last
+        assert actors() == {"main/trainer/0", "main/trainer/1"}
+        assert missing in tried("up", str(file)).stderr, "a second call starts nothing, and says it again"
+        outside = [sys.executable, str(PARTS), url, "main", "rollout-0", "0", "1", str(tmp_path)]
+        with running(outside, tmp_path / "engine.log", {}):
+            assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+            assert seen(tmp_path, 1) == "right"
+            weightcast("down", str(file))
+        assert actors() == set()
+
+
+@pytest.mark.slow
+def test_an_engine_of_an_instance_that_has_left_is_stopped_all_the_same(cluster: str, tmp_path: Path):
+    """As after an eviction: it is no longer in the pair, nor in the file, and would run for ever."""
+    file, text = tmp_path / "cluster.toml", SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+    table = text[text.index("[[instance]]") : text.index("[settings]")]
+    other = table.replace("rollout-0", "rollout-1").replace("engine.log", "other.log")
+    file.write_text(text.replace("[settings]", f"{other}[settings]"))
+    weightcast("up", str(file))
+    assert {"main/rollout-0", "main/rollout-1"} <= actors()
+    weightcast("leave", "main", "rollout-1", "--gateway", "ray://weightcast")
+    file.write_text(text)
+    ran = tried("up", str(file))
+    assert (ran.returncode, "rollout-1 has left and is stopped" in ran.stderr) == (0, True), ran.stderr
+    assert "main/rollout-1" not in actors()
+    assert "rollout-0: version 1, " in weightcast("update", "main", "--version", "1", "--ray", cluster)
+    weightcast("down", str(file))
+    assert actors() == set()
+
+
+@pytest.mark.slow
+def test_down_says_which_gateway_keeps_the_pair(cluster: str, tmp_path: Path):
+    file, url = tmp_path / "cluster.toml", f"http://127.0.0.1:{free_port()}"
+    text = SPEC.format(address=cluster, folder=tmp_path, parts=PARTS)
+    file.write_text(text.replace(f'state = "{tmp_path}/gateway.db"', f'url = "{url}"'))
+    ran = tried("down", str(file))
+    assert ran.returncode == 0
+    assert f"pair main is not deleted: gateway {url}: DELETE /pairs/main: ConnectError" in ran.stderr
 
 
 @pytest.mark.slow
@@ -152,6 +220,24 @@ def test_what_up_cannot_finish_is_taken_back(cluster: str, tmp_path: Path):
     file.write_text(dead.format(address=cluster, folder=tmp_path))
     assert "the process ended with 7" in weightcast("up", str(file), "--deadline", "60", status=4)
     assert actors() == set()
+
+
+def update_late(cluster: str, url: str, token: str, engine: subprocess.Popen[bytes]) -> None:
+    """An update to version 2 whose command gives up before it ends; its answer is none to the next command."""
+    command = ("update", "main", "--version", "2", "--ray", cluster)
+    engine.send_signal(signal.SIGSTOP)
+    try:
+        said = weightcast(*command, "--deadline", "10", status=4)
+        assert "pair main: not done within 10 s: " in said
+        assert "instance rollout-0 ranks 0 did not get ready yet" in said
+    finally:
+        engine.send_signal(signal.SIGCONT)
+    with GatewayClient(url, token) as client:
+        while client.pair_status("main")["instances"]["rollout-0"]["version"] != 2:
+            time.sleep(0.1)
+        while client.pair_status("main")["offers"]:
+            time.sleep(0.1)
+    assert "version 2 is not newer" in weightcast(*command, status=4)
 
 
 @pytest.mark.slow
@@ -205,6 +291,10 @@ def test_what_is_on_a_tether_ends_when_the_tether_is_cut(tmp_path: Path):
         (("silence = 20", "silence = -1"), "settings.silence is -1, expected a positive number of seconds"),
         (("[settings]", "[setting]"), "setting is not known; known are pair, trainer, instance"),
         (('pair = "main"', 'pair = "main"\ncommit = "some"'), "commit is 'some', expected 'each', 'all'"),
+        (
+            ('pair = "main"', 'pair = "main"\nmin_instances = 0'),
+            "min_instances is 0, expected a whole number from 1 to",
+        ),
         (("nic_gbps = 100", ""), "topology.nic_gbps is missing"),
         (("nic_gbps = 100", "nic_gbps = 0"), "topology.nic_gbps is 0, expected a number from 1e-06 to 1e+09"),
         (("[topology]", "[[topology]]"), "topology is [{'nic_gbps': 100}], expected a table of nic_gbps, nvlink_gbps"),
@@ -236,6 +326,14 @@ def test_a_count_stands_for_so_many_instances(tmp_path: Path):
     file.write_text(text.replace("world_size = 1", "world_size = 1\ncount = 0"))
     with pytest.raises(InputError, match="there are no instances"):
         read_spec(file)
+
+
+def test_how_many_instances_a_file_needs(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(text := SPEC.format(address="auto", folder=tmp_path, parts=PARTS))
+    assert (read_spec(file).min_instances, read_spec(file).settings.evict_after) == (None, 600.0)
+    file.write_text("min_instances = 1\n" + text.replace("silence = 20", "silence = 20\nevict_after = 60"))
+    assert (read_spec(file).min_instances, read_spec(file).settings.evict_after) == (1, 60.0)
 
 
 def test_nodes_of_one_name_are_told_apart():

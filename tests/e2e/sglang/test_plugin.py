@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from loopback_support import has_ipv6
 from spawn_support import free_port
 
 from weightcast.cli import main
@@ -28,8 +29,12 @@ TOKEN = make_token()
 
 
 def test_the_demo_proves_every_version(tmp_path: Path) -> None:
-    """The whole main job as a user runs it: two versions on tp2/ep2 with a same-rank pair and on tp1."""
+    """The whole main job as a user runs it: two versions on tp2/ep2 with a same-rank pair and on tp1.
+
+    All of it is at ::1 where there is that; the other tests are at 127.0.0.1.
+    """
     command = [sys.executable, "-m", "weightcast", "demo", "--versions", "2", "--json", "--work", str(tmp_path)]
+    command += ["--host", "::1"] if has_ipv6() else []
     done = subprocess.run(command, capture_output=True, timeout=540, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gateway_support import running_gateway
 from sglang_updates import SLOTS, Answer, Engine, Stream, Weights, start_engine
 from stopping_trainer import STOPS
 
+from weightcast.adapters.unsharded import PlainSource
 from weightcast.cluster.processes import running
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient
 from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.transfer.errors import UpdateError
+from weightcast.transfer.errors import CoverageError, UpdateError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -83,11 +86,24 @@ def update(trainer: TrainerWorker, weights: Weights) -> int:
     return version
 
 
-def right(engine: Engine, weights: Weights, version: int, prompts: list[list[int]]) -> int:
+def right(engine: Engine, weights: Weights, version: int | str, prompts: list[list[int]]) -> int:
     """Of how many prompts the answer is that of the trainer's weights, all stamped with `version`."""
     answers = [engine.ask(prompt, COUNT) for prompt in prompts]
     assert {answer.version for answer in answers} == {str(version)}
     return sum(a.tokens == weights.says(prompt, COUNT) for a, prompt in zip(answers, prompts, strict=True))
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_answers_of_a_new_lineage_have_stamps_of_their_own(
+    gateway: tuple[str, str], engine: Engine, weights: Weights, pause: str
+) -> None:
+    """Two versions of one number, with other weights: neither an answer nor a prefix cache takes one for the other."""
+    with paired(gateway, engine, weights, pause) as trainer:
+        first = update(trainer, weights)
+        assert right(engine, weights, first, PROMPTS) == len(PROMPTS)
+        weights.become(next(VERSIONS))
+        assert trainer.update(first, restart=True).stamp == f"{first}@2"
+        assert right(engine, weights, f"{first}@2", PROMPTS) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
@@ -150,6 +166,24 @@ def test_a_version_number_that_comes_again_is_another_version(
             weights.become(weight)
             trainer.update(version)
             assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
+
+
+def test_an_engine_that_a_dead_trainer_left_paused_goes_on_in_the_pair_that_replaces_its_own(
+    gateway: tuple[str, str], engine: Engine, weights: Weights, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, token = gateway
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    arguments = ("main", 1, {"rollout-0": {"url": engine.url, "world_size": 1, "pause": "retract"}}, {"silence": 60.0})
+    dying = [sys.executable, str(root / "tests" / "support" / "dying_trainer.py"), url, "main", str(weights.folder)]
+    with GatewayClient(url, token) as client:
+        client.create_pair(*arguments)  # type: ignore[arg-type]
+        assert subprocess.run(dying, timeout=300.0).returncode == -signal.SIGKILL
+        assert client.pair_status("main")["offers"] == {"0": 2}
+        client.create_pair(*arguments, replace=True)  # type: ignore[arg-type]
+    assert engine.ask(PROMPTS[0], COUNT).version == "1", "it goes on with what it has"
+    with paired(gateway, engine, weights, "retract") as trainer:
+        version = update(trainer, weights)
+        assert right(engine, weights, version, PROMPTS) == len(PROMPTS)
 
 
 def check_spans(answer: Answer, first: int, second: int) -> None:
@@ -301,6 +335,25 @@ def test_a_connect_that_waits_holds_nothing_up(
         (status,) = client.pair_status("main")["instances"].values()
         assert (status["version"], status["fenced"]) == (1, False)
         client.delete_pair("main")
+    assert "trainer rank 0 did not join within 12 s" in engine.log.read_text(), "the server's log says what failed"
+
+
+def test_the_log_of_a_server_says_why_its_connect_failed(
+    gateway: tuple[str, str], engine: Engine, weights: Weights
+) -> None:
+    """The fault is the trainer's: nothing is wrong with the server's own rank."""
+    url, token = gateway
+    with GatewayClient(url, token) as client:
+        client.create_pair("main", 1, {"rollout-0": {"url": engine.url, "world_size": 1}}, {"silence": 60.0})
+        source = PlainSource({**weights.tensors, "model.layers.9.of_the_trainer_alone": torch.ones(3)})
+        trainer = TrainerWorker(url, "main", source, rank=0, world_size=1, token=token)
+        try:
+            with pytest.raises(CoverageError, match="of_the_trainer_alone"):
+                trainer.connect()
+            wait_for(lambda: "of_the_trainer_alone" in engine.log.read_text())
+        finally:
+            trainer.close()
+            client.delete_pair("main")
 
 
 def phase(client: GatewayClient) -> str:

@@ -204,6 +204,40 @@ def test_a_server_that_is_not_there_was_not_asked() -> None:
     engine.close()
 
 
+def test_a_server_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers["authorization"])
+        return httpx.Response(200)
+
+    variable, transport = "WEIGHTCAST_ENGINE_KEY", httpx.MockTransport(answer)
+    with pytest.raises(EngineError, match=f"variable {variable} is not set in the environment of this process"):
+        SGLangMemory("rollout-0", "http://127.0.0.1:9", transport=transport, api_key_variable=variable)
+    monkeypatch.setenv(variable, "the-key")
+    engine = SGLangMemory("rollout-0", "http://127.0.0.1:9", transport=transport, api_key_variable=variable)
+    engine.pause()
+    engine.close()
+    assert keys == ["Bearer the-key"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "fault"),
+    [
+        ("", "the server wants a key: set api_key_variable"),
+        ("WEIGHTCAST_ENGINE_KEY", "the server does not take the key of variable WEIGHTCAST_ENGINE_KEY"),
+    ],
+)
+def test_a_server_that_does_not_take_the_key(monkeypatch: pytest.MonkeyPatch, variable: str, fault: str) -> None:
+    monkeypatch.setenv("WEIGHTCAST_ENGINE_KEY", "the-key")
+    transport = httpx.MockTransport(lambda request: httpx.Response(401, text="Unauthorized"))
+    engine = SGLangMemory("rollout-0", "http://127.0.0.1:9", transport=transport, api_key_variable=variable)
+    with pytest.raises(EngineError, match=f"/pause_generation answered 401: {fault}") as refused:
+        engine.pause()
+    assert "the-key" not in str(refused.value)
+    engine.close()
+
+
 def test_ranks_that_do_not_lead_leave_the_engines_alone_and_hear_of_failures() -> None:
     log: list[str] = []
     heard = iter(["", "", "", "", "rank 0 is out of memory", *[""] * 9])

@@ -6,24 +6,52 @@ A fake engine is right here, because the order of its calls is the subject; real
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
-from engine_support import ALL, STEPS, TOP, A, B, Play, connected, reports_of
+from engine_support import ALL, STEPS, TOP, A, B, Play, connected, first, reports_of
 
+from weightcast.gateway.addresses import Place, check_reachable
 from weightcast.gateway.control import connect as coordinator
 from weightcast.gateway.control import update as transaction
 from weightcast.gateway.control.gateway import Gateway
 from weightcast.gateway.control.instance import Instance, Step
 from weightcast.gateway.control.instance_state import Phase
-from weightcast.gateway.records import EngineSpec, Order, PairSpec
+from weightcast.gateway.records import Backend, EngineSpec, Order, PairSpec
 from weightcast.gateway.settings import Settings
-from weightcast.transfer.errors import CoverageError, EngineError
+from weightcast.transfer.errors import AddressError, ControlError, CoverageError, EngineError
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def refusal(step: str) -> EngineError:
     return EngineError(f"instance {A}: /{step} answered 400: no")
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize("backend", ["tcp", "nccl"])
+@pytest.mark.parametrize("trainer", ["10.0.0.7", "127.0.0.1"])
+def test_loopback_of_those_who_have_to_be_reached_is_refused(backend: Backend, trainer: str) -> None:
+    """NCCL finds the addresses of all but the first member, at which they meet."""
+
+    async def run() -> None:
+        play = await connected(version=None)
+        instance = play.pair.instances[A]
+        instance.spec = replace(instance.spec, backend=backend)
+        play.pair.trainer_places.update({rank: Place("a", trainer, "boot:1") for rank in range(2)})
+        instance.places.update({rank: Place("b", "127.0.0.1", "boot:2") for rank in range(2)})
+        assert instance.parts is not None
+        places = coordinator._places(play.pair, instance, instance.parts)
+        if backend == "nccl" and trainer == "10.0.0.7":
+            check_reachable(A, places)
+            return
+        blamed = "trainer rank 0 is on host a" if trainer == "127.0.0.1" else "rollout-0 rank 0 is on host b"
+        with pytest.raises(AddressError, match=rf"{blamed} \(127.0.0.1\), and loopback reaches nobody on another host"):
+            check_reachable(A, places)
+
+    asyncio.run(run())
 
 
 # ---- all goes well
@@ -50,14 +78,14 @@ def test_steps_of_an_update() -> None:
 def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_digests() -> None:
     async def run() -> None:
         play = await connected()
-        seen: dict[str, tuple[str, bool, int | None]] = {}
+        seen: dict[str, tuple[str, bool, str]] = {}
 
         def spy(step: str) -> None:
             inner = getattr(play.engine, step)
 
             async def spied(*arguments: object) -> None:
                 record = play.pair.instances[A].record
-                seen[step] = (str(record.phase), record.fenced, record.version)
+                seen[step] = (str(record.phase), record.fenced, str(record.version))
                 await inner(*arguments)
 
             setattr(play.engine, step, spied)
@@ -74,12 +102,12 @@ def test_nothing_is_written_before_the_fence_and_nothing_published_before_the_di
         await play.update(2)
         assert given == [("prepare", False), ("run", True), ("end", False)]
         assert seen == {
-            "pause": ("preparing", False, 1),
-            "begin": ("preparing", False, 1),
-            "transfer": ("preparing", False, 1),
-            "end": ("transferring", True, 1),
-            "publish": ("verifying", True, 1),
-            "resume": ("connected", False, 2),
+            "pause": ("preparing", False, "1"),
+            "begin": ("preparing", False, "1"),
+            "transfer": ("preparing", False, "1"),
+            "end": ("transferring", True, "1"),
+            "publish": ("verifying", True, "1"),
+            "resume": ("connected", False, "2"),
         }
 
     asyncio.run(run())
@@ -96,7 +124,7 @@ def test_a_refused_step(step: str, fenced: bool) -> None:
         play = await connected()
         play.engine.refuses[step] = refusal(step)
         record = await play.update(2)
-        assert (record.version, record.committed, record.fenced) == (2, False, fenced)
+        assert (record.version, record.committed, record.fenced) == (first(2), False, fenced)
         assert record.reason == str(refusal(step))
         assert play.state() == (Phase.FAILED, 1, fenced)
         after = play.engine.calls[STEPS.index(step) + 1 :]
@@ -185,7 +213,7 @@ def test_an_unforeseen_error_is_a_failure_of_its_instance_alone(step: str) -> No
         record = await play.update(2)
         assert (record.committed, record.fenced) == (False, step == "end")
         assert "a bug" in record.reason
-        assert play.pair.results[2][B].committed
+        assert play.pair.results[first(2)][B].committed
         assert play.pair.offers == {}
 
     asyncio.run(run())
@@ -234,7 +262,7 @@ def test_a_rank_that_dies_while_receiving_fences_its_instance_alone() -> None:
         assert (record.committed, record.fenced) == (False, True)
         assert {"publish", "resume"}.isdisjoint(play.engine.calls)
         assert play.state() == (Phase.FAILED, 1, True)
-        assert play.pair.results[2][B].committed
+        assert play.pair.results[first(2)][B].committed
         assert play.engines[B].calls == STEPS
         assert play.state(B) == (Phase.CONNECTED, 2, False)
         play.engine.dies = -1
@@ -330,9 +358,11 @@ def test_an_update_that_nobody_else_offers_asks_nothing_of_the_engine() -> None:
         play = await connected(offer=0.3)
         play.engine.calls.clear()
         await play.pair.offer(0, 2)
-        await transaction.update(play.pair, 2, "127.0.0.1", 1)
-        record = play.pair.results[2][A]
-        assert record.reason == "pair main: trainer ranks 1 did not offer version 2 within 0.3 s"
+        await transaction.update(play.pair, first(2), "127.0.0.1", 1)
+        record = play.pair.results[first(2)][A]
+        assert record.reason.startswith(
+            "pair main: trainer ranks 1 did not offer version 2 within 0.3 s; trainer rank 1 "
+        )
         assert (record.committed, record.fenced) == (False, False)
         assert play.engine.calls == []
         assert play.state() == (Phase.CONNECTED, 1, False)
@@ -379,7 +409,9 @@ def test_ranks_that_do_not_register_are_named() -> None:
         await play.trainers[0].register()
         await coordinator.connect(play.pair, play.pair.generation, "127.0.0.1", 1)
         last = play.pair.instances[A].orders.since(0)[-1]
-        assert last.reason == "pair main: trainer ranks 1 did not register within 0.3 s"
+        assert (
+            last.reason == "pair main: trainer ranks 1 did not register within 0.3 s; trainer rank 1 was never heard of"
+        )
         assert play.engine.calls == []
 
     asyncio.run(run())
@@ -405,5 +437,26 @@ def test_a_trainer_that_starts_twice_before_its_turn_is_connected_once() -> None
         registers = [order.trainer for order in pair.orders.since(0) if order.action == "register"]
         assert registers == [pair.generation]
         await gateway.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_a_connect_ends_at_whatever_moment_its_pair_is_closed(moment: int) -> None:
+    """A connect begins an epoch, which forgets what its instances were told to stop for."""
+
+    async def run() -> None:
+        play = await connected(A, B, register=60.0, join=60.0)
+        for trainer in play.trainers:
+            await trainer.register()
+        work = asyncio.create_task(coordinator.connect(play.pair, play.pair.generation, "127.0.0.1", 1))
+        while play.pair.idle:
+            await asyncio.sleep(0)
+        for _ in range(moment):
+            await asyncio.sleep(0.002)
+        play.pair.close(ControlError("it is replaced"))
+        assert await play.pair.poll(lambda: play.pair.idle, 10.0)
+        await asyncio.wait_for(work, 10.0)
+        assert {i.record.phase for i in play.pair.present} <= {Phase.FAILED, Phase.CONNECTED}
 
     asyncio.run(run())

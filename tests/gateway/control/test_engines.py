@@ -10,10 +10,12 @@ from typing import Any, TypeAlias
 
 import httpx
 import pytest
+from engine_support import first
 from spawn_support import free_port
 
 from weightcast.gateway.control.engines import EngineDriver, SGLangDriver, make_driver
-from weightcast.gateway.records import EngineSpec, PauseMode
+from weightcast.gateway.control.instance import Instance
+from weightcast.gateway.records import EngineSpec, PairSpec, PauseMode
 from weightcast.transfer.errors import EngineError, InputError
 
 GROUP = "weightcast/main/rollout-0/1"
@@ -33,13 +35,25 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/destroy_weights_update_group": SUCCESS,
 }
 
+INFO = "/server_info"
+SERVER: dict[str, Any] = {
+    "version": "0.5.23",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "api_key": "the-key",
+    "admin_api_key": "the-admin-key",
+    "internal_states": [{"tp_size": 2, "weightcast": "0.1.0"}],
+}
+"""What it says of itself in part, with its keys."""
+
 STEPS: dict[str, Callable[[EngineDriver], Any]] = {
     "connect": lambda driver: driver.connect("127.0.0.1", PORT, GROUP),
     "pause": lambda driver: driver.pause(),
     "begin": lambda driver: driver.begin(),
     "transfer": lambda driver: driver.transfer(GROUP),
     "end": lambda driver: driver.end(),
-    "publish": lambda driver: driver.publish(7),
+    "publish": lambda driver: driver.publish(first(7)),
     "resume": lambda driver: driver.resume(),
     "disconnect": lambda driver: driver.disconnect(GROUP),
 }
@@ -70,10 +84,17 @@ class Server:
     def __init__(self, odd: Mapping[str, Odd | list[httpx.Response]] | None = None) -> None:
         self.odd = dict(odd or {})
         self.calls: list[tuple[str, Any]] = []
+        self.keys: dict[str, str | None] = {}
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        assert request.method == "POST"
         path = request.url.path
+        self.keys[path] = request.headers.get("authorization")
+        if path == INFO:
+            assert (request.method, self.calls) == ("GET", []), "before anything else"
+            answer = self.odd.get(path, answer_of(path, SERVER))
+            assert isinstance(answer, httpx.Response)
+            return answer
+        assert request.method == "POST"
         self.calls.append((path, json.loads(request.content)))
         said = self.odd.get(path, answer_of(path, ROUTES[path]))
         if isinstance(said, list):
@@ -83,8 +104,9 @@ class Server:
         return said
 
 
-def driver_of(server: Server, pause: PauseMode = "abort", patience: float = 30.0) -> SGLangDriver:
-    spec = EngineSpec(kind="sglang", world_size=2, url="http://engine:30000", pause=pause)
+def driver_of(server: Server, pause: PauseMode = "abort", patience: float = 30.0, **fields: Any) -> SGLangDriver:
+    record = {"kind": "sglang", "world_size": 2, "url": "http://engine:30000", "pause": pause, **fields}
+    spec = EngineSpec.given(record, "rollout-0")
     return SGLangDriver("rollout-0", spec, 5.0, httpx.MockTransport(server), patience)
 
 
@@ -159,6 +181,120 @@ def test_a_refusal_that_comes_with_status_200(step: str) -> None:
     path = ASKS[step]
     server = Server({path: answer_of(path, {"success": False, "message": "no session is open"})})
     assert refusal(driver_of(server), step) == f"instance rollout-0: {path} answered 200: no session is open"
+
+
+WITHOUT = "install weightcast in its environment, and see that SGLANG_PLUGINS does not exclude it"
+
+
+@pytest.mark.parametrize(
+    ("info", "told"),
+    [
+        ({"internal_states": [{"tp_size": 2}]}, f"runs without the weightcast plugin: {WITHOUT}"),
+        ({"internal_states": []}, f"runs without the weightcast plugin: {WITHOUT}"),
+        ({"dp_size": 2, "internal_states": [{"weightcast": "0.1.0"}] * 2}, "has dp_size 2, expected 1, because "),
+        ({"tp_size": 2, "pp_size": 2}, "has 4 ranks (tp_size 2 x pp_size 2), the pair says 2; correct world_size"),
+        ({"tp_size": 1}, "has 1 ranks (tp_size 1 x pp_size 1), the pair says 2; correct world_size"),
+        ({"internal_states": None}, "answered 200 to /server_info, and not as SGLang 0.5.23 does; is this the url of "),
+        ({"internal_states": [3]}, "answered 200 to /server_info, and not as SGLang 0.5.23 does; is this the url of "),
+        ({"tp_size": "two"}, "answered 200 to /server_info, and not as SGLang 0.5.23 does; is this the url of "),
+    ],
+)
+def test_a_server_that_cannot_be_updated_is_asked_for_nothing_else(info: dict[str, Any], told: str) -> None:
+    server = Server({INFO: answer_of(INFO, SERVER | info)})
+    message = refusal(driver_of(server), "connect")
+    assert message.startswith(f"instance rollout-0: the server at http://engine:30000 {told}")
+    assert "the-" not in message, "the answer has the server's keys"
+    assert server.calls == []
+
+
+@pytest.mark.parametrize(("said", "status"), [("the-key", 404), ("[]", 200), ("{}", 200), ("", 500)])
+def test_who_is_no_server_is_asked_for_nothing_else(said: str, status: int) -> None:
+    server = Server({INFO: answer_of(INFO, said, status)})
+    message = refusal(driver_of(server), "connect")
+    assert f" answered {status} to /server_info, and not as SGLang 0.5.23 does" in message
+    assert "the-key" not in message
+    assert server.calls == []
+
+
+def test_another_version_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    follow(driver_of(Server({INFO: answer_of(INFO, SERVER | {"version": "0.6.0"})})), "connect")
+    (record,) = caplog.records
+    assert record.getMessage().endswith("runs SGLang 0.6.0; weightcast was tested with 0.5.23")
+
+
+KEY, ADMIN_KEY = "WEIGHTCAST_ENGINE_KEY", "WEIGHTCAST_ENGINE_KEY_ADMIN"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reads", "updates"),
+    [
+        ({}, None, None),
+        ({"api_key_variable": KEY}, "Bearer the-key", "Bearer the-key"),
+        ({"admin_api_key_variable": ADMIN_KEY}, None, "Bearer the-admin-key"),
+        ({"api_key_variable": KEY, "admin_api_key_variable": ADMIN_KEY}, "Bearer the-key", "Bearer the-admin-key"),
+    ],
+)
+def test_each_call_carries_its_key(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], reads: str | None, updates: str | None
+) -> None:
+    """What reads is an ordinary route of SGLang's; all others want the admin's key where there is one."""
+    monkeypatch.setenv(KEY, "the-key")
+    monkeypatch.setenv(ADMIN_KEY, "the-admin-key")
+    server = Server()
+    follow(driver_of(server, **fields), *STEPS)
+    assert server.keys == {INFO: reads, **dict.fromkeys(ROUTES, updates)}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("", "is not set in the environment of the gateway; start it with the engine's key"),
+        ("the-key\n", "holds line breaks, outer spaces or characters beyond ASCII"),
+        (" the-key", "holds line breaks, outer spaces or characters beyond ASCII"),
+        ("the-k\u00e9y", "holds line breaks, outer spaces or characters beyond ASCII"),
+    ],
+)
+def test_a_variable_without_a_key_is_named(monkeypatch: pytest.MonkeyPatch, value: str, told: str) -> None:
+    monkeypatch.setenv(KEY, value)
+    server = Server()
+    assert refusal(driver_of(server, api_key_variable=KEY), "connect") == f"instance rollout-0: variable {KEY} {told}"
+    assert server.keys == {}, "nothing was asked"
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        (INFO, {}, "the server wants a key: set api_key_variable; it names the variable of the gateway's environment"),
+        (INFO, {"api_key_variable": KEY}, f"the server does not take the key of variable {KEY}; it names"),
+        ("/init_weights_update_group", {}, "the server wants a key: set admin_api_key_variable; it names"),
+        (
+            "/init_weights_update_group",
+            {"api_key_variable": KEY},
+            f"the server does not take the key of variable {KEY}; it names the variable of the gateway's environment "
+            "with the server's --admin-api-key, and unless it is set api_key_variable names that with the --api-key",
+        ),
+    ],
+)
+def test_a_key_that_is_missing_or_another_one(
+    monkeypatch: pytest.MonkeyPatch, status: int, path: str, fields: dict[str, str], told: str
+) -> None:
+    monkeypatch.setenv(KEY, "the-key")
+    server = Server({path: answer_of(path, {"error": "Unauthorized"}, status)})
+    message = refusal(driver_of(server, **fields), "connect")
+    assert message.startswith(f"instance rollout-0: {path} answered {status}: {told}")
+    assert "the-key" not in message
+
+
+@pytest.mark.parametrize("name", ["the-key", "WEIGHTCAST_TOKEN", "AWS_SECRET_ACCESS_KEY", f"{KEY}-1", f"{KEY}\n"])
+def test_no_other_secret_can_be_sent(name: str) -> None:
+    """What is no name of such a variable may be a key, so it is not shown."""
+    for field in ("api_key_variable", "admin_api_key_variable"):
+        with pytest.raises(InputError) as caught:
+            EngineSpec.given({"world_size": 1, field: name}, "rollout-0")
+        message = str(caught.value)
+        assert message.startswith(f"rollout-0: {field}: it names no variable {KEY}...; keys stay in the gateway's ")
+        assert name.strip() not in message.replace(f"{KEY}...", "")
 
 
 def said(message: str, success: bool = True) -> httpx.Response:
@@ -239,6 +375,27 @@ def test_a_server_that_is_not_there(error: httpx.HTTPError) -> None:
     name = type(error).__name__
     assert message.startswith(f"instance rollout-0: POST http://engine:30000/pause_generation failed: {name}")
     assert message.endswith("; is the server up?")
+
+
+def test_a_password_in_a_url_is_not_shown_and_no_probe_carries_a_secret(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WEIGHTCAST_ENGINE_KEY", "hush")
+    server = Server({"/pause_generation": httpx.ConnectError("refused")})
+    fields = {"url": "http://me:secret@engine:30000", "api_key_variable": "WEIGHTCAST_ENGINE_KEY"}
+    driver = driver_of(server, **fields)
+    caplog.set_level("WARNING", "weightcast.gateway")
+    text = refusal(driver, "pause")
+    assert text.startswith("instance rollout-0: POST http://engine:30000/pause_generation failed: ConnectError")
+    assert driver.absence is not None
+    assert driver.absence.why.startswith("its engine http://engine:30000 was not reached since 2")
+    server.calls.clear()
+    assert asyncio.run(driver.probe())
+    assert server.keys[INFO] is None
+    assert "its engine http://engine:30000 answers again" in caplog.text
+    assert "secret" not in caplog.text
+    instance = Instance(PairSpec("main", trainer_world=1, instances={}), "rollout-0", driver._spec)
+    assert instance.unregistered().endswith("the engine was asked at http://engine:30000; its log says what keeps it")
 
 
 def test_a_port_that_nobody_listens_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from engine_support import STEPS, A, B, Engine, Play, Trainer, connected
+from engine_support import STEPS, A, B, Engine, Play, Trainer, connected, first
 
 from weightcast.gateway.control import connect as coordinator
 from weightcast.gateway.control import gateway as tasks
@@ -61,7 +61,7 @@ class Meeting:
             engine.calls.clear()
         for rank in range(2):
             await self.pair.offer(rank, 1)
-        self.updating = self.start(transaction.update(self.pair, 1, "127.0.0.1", 1))
+        self.updating = self.start(transaction.update(self.pair, first(1), "127.0.0.1", 1))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -92,7 +92,7 @@ def test_an_instance_commits_while_another_is_being_connected() -> None:
             await asyncio.wait_for(meeting.updating, SOON)
             assert meeting.play.state(B) == (Phase.CONNECTED, 1, False)
             assert meeting.play.engines[B].calls == STEPS, "it was connected once"
-            assert [record.committed for record in meeting.pair.results[1].values()] == [True, True]
+            assert [record.committed for record in meeting.pair.results[first(1)].values()] == [True, True]
 
     asyncio.run(run())
 
@@ -101,7 +101,7 @@ def test_an_instance_that_is_not_connected_in_time_is_left_out() -> None:
     async def run() -> None:
         async with Meeting(update=0.5) as meeting:
             await asyncio.wait_for(meeting.updating, SOON)
-            records = meeting.pair.results[1]
+            records = meeting.pair.results[first(1)]
             assert (records[A].committed, records[B].committed, records[B].fenced) == (True, False, True)
             assert records[B].reason == f"pair main: still being connected 0.5 s after the first offer: {B}"
             assert meeting.play.state(B) == (Phase.PLANNED, None, True), "its connect goes on"
@@ -112,8 +112,8 @@ def test_an_instance_that_is_not_connected_in_time_is_left_out() -> None:
             assert meeting.play.state(B) == (Phase.CONNECTED, None, True)
             for rank in range(2):
                 await meeting.pair.offer(rank, 2)
-            await asyncio.wait_for(transaction.update(meeting.pair, 2, "127.0.0.1", 1), SOON)
-            assert all(record.committed for record in meeting.pair.results[2].values())
+            await asyncio.wait_for(transaction.update(meeting.pair, first(2), "127.0.0.1", 1), SOON)
+            assert all(record.committed for record in meeting.pair.results[first(2)].values())
 
     asyncio.run(run())
 
@@ -125,7 +125,7 @@ def test_instances_that_commit_together_begin_when_all_are_free() -> None:
             assert meeting.play.engine.calls == [], "it generates meanwhile"
             meeting.goes_on.set()
             await asyncio.wait_for(meeting.updating, SOON)
-            assert [record.committed for record in meeting.pair.results[1].values()] == [True, True]
+            assert [record.committed for record in meeting.pair.results[first(1)].values()] == [True, True]
             assert meeting.play.engine.calls == meeting.play.engines[B].calls == STEPS
 
     asyncio.run(run())
@@ -137,7 +137,7 @@ def test_a_version_that_is_given_up_waits_for_no_connect(commit: CommitPolicy) -
         async with Meeting(commit) as meeting:
             await asyncio.sleep(0.1)
             assert await meeting.pair.offer(0, 2, SOON), "version 1 is over"
-            assert "gave up version 1" in meeting.pair.results[1][B].reason
+            assert "gave up version 1" in meeting.pair.results[first(1)][B].reason
             assert not meeting.connecting.done(), "the connect is not the update's to end"
             meeting.goes_on.set()
             await asyncio.wait_for(meeting.connecting, SOON)
@@ -153,8 +153,8 @@ def test_an_instance_that_leaves_while_it_is_waited_for(commit: CommitPolicy) ->
             await asyncio.sleep(0.1)
             await meeting.pair.leave(B)
             await asyncio.wait_for(meeting.updating, SOON)
-            assert meeting.pair.results[1][A].committed
-            assert meeting.pair.results[1][B].reason == f"instance {B} left pair main"
+            assert meeting.pair.results[first(1)][A].committed
+            assert meeting.pair.results[first(1)][B].reason == f"instance {B} left pair main"
             assert meeting.play.state(B)[0] is Phase.LEFT
             assert [o.action for o in meeting.pair.instances[B].orders.since(0)][-1] == "left"
 
@@ -180,10 +180,10 @@ def test_an_engine_that_does_not_come_to_rest_keeps_back_nobody_else() -> None:
         for rank in range(2):
             await play.pair.offer(rank, 2)
         ranks = [trainer._follow(A, ("end",)) for trainer in play.trainers]
-        update = transaction.update(play.pair, 2, "127.0.0.1", 1)
+        update = transaction.update(play.pair, first(2), "127.0.0.1", 1)
         await asyncio.wait_for(asyncio.gather(update, *ranks), SOON)
         assert play.state() == (Phase.CONNECTED, 2, False)
-        assert "still being connected" in play.pair.results[2][B].reason
+        assert "still being connected" in play.pair.results[first(2)][B].reason
         assert not recovering.done()
         recovering.cancel()
         await asyncio.gather(recovering, return_exceptions=True)

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import pytest
-from engine_support import ALL, A, reports_of
+from engine_support import ALL, A, first, reports_of
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -98,8 +98,8 @@ def test_the_process_that_registers_last_is_believed_and_the_one_before_never_ag
     both(play, "CD")
     assert (play.believed(), play.known.generation) == ({"C", "D"}, 2)
     assert play.refused("A") == (
-        "DisplacedError: pair main: trainer rank 0, process 65 on h (registered 1970-01-01 00:00:00 UTC), was replaced "
-        "by trainer rank 0, process 67 on h (registered 1970-01-01 00:00:00 UTC), and is believed no more; end it, or "
+        "DisplacedError: pair main: trainer rank 0, process 65 on h (registered 1970-01-01T00:00:00Z), was replaced "
+        "by trainer rank 0, process 67 on h (registered 1970-01-01T00:00:00Z), and is believed no more; end it, or "
         "if it is the one that shall go on, connect it with TrainerWorker(..., takeover=True)"
     )
     for name, rank in (("A", 0), ("B", 1)):
@@ -468,7 +468,7 @@ def test_every_trainer_route(method: str, route: str) -> None:
         assert (status, error) == (400, "InputError"), (said, message)
     status, error, message = asking.ask(method, route, zombie)
     assert (status, error) == (409, "DisplacedError"), message
-    process = r"trainer rank 0, process 1 on .* \(registered .* UTC\)"
+    process = r"trainer rank 0, process 1 on .* \(registered .*Z\)"
     assert re.match(rf"pair main: {process}, was replaced by {process}, .*takeover=True\)$", message)
     status, error, message = asking.ask(method, route, old)
     assert (status, error) == (409, "PairStateError"), "c has connected again since"
@@ -506,7 +506,7 @@ def test_the_result_of_an_update_is_told_to_anybody_but_a_trainer_rank_that_is_b
     asking = make_asking()
     zombie = register(asking, 0, "a.1")
     new = register(asking, 0, "b.1")
-    asking.pair.decide(7, {})
+    asking.pair.decide(first(7), {})
     assert asking.ask("GET", "/pairs/{name}/updates/{version}", zombie)[:2] == (409, "DisplacedError")
     assert asking.ask("GET", "/pairs/{name}/updates/{version}", new)[0] == 200
     assert asking.ask("GET", "/pairs/{name}/updates/{version}", None)[0] == 200
@@ -590,7 +590,7 @@ def test_what_is_under_way_when_a_process_is_displaced_is_refused_and_changes_no
         new = Request(app, "POST", "/pairs/main/trainer/0/offers", Incarnation(0, pair.generation, pair.boot, "b.1"))
         new.send(b'{"version": 7}')
         assert (await new.answer())[0] == 200
-        assert pair.offers == {0: 7}
+        assert pair.status()["offers"] == {"0": 7}
         await gateway.close()
 
     asyncio.run(run())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from engine_support import first
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weightcast.gateway.control.instance_state import Event, InstanceRecord, Phase, advance
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import PairStateError, VersionError
 
 CONNECT = (Event.PLAN, Event.CONNECT)
@@ -17,7 +19,11 @@ WRITE = (Event.PREPARE, Event.TRANSFER)
 UPDATE = (*WRITE, Event.VERIFY, Event.COMMIT)
 
 
-def follow(record: InstanceRecord, *events: Event, version: int = 1) -> InstanceRecord:
+VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 30))
+
+
+def follow(record: InstanceRecord, *events: Event, version: int | Version = 1) -> InstanceRecord:
+    version = first(version) if isinstance(version, int) else version
     for event in events:
         record = advance(record, event, version=version if event in (Event.PREPARE, Event.COMMIT) else None)
     return record
@@ -27,31 +33,31 @@ def test_update_commits_the_version_and_serves() -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT)
     assert not record.serves
     record = follow(record, *UPDATE, version=7)
-    assert (record.phase, record.version, record.fenced, record.serves) == (Phase.CONNECTED, 7, False, True)
+    assert (record.phase, record.version, record.fenced, record.serves) == (Phase.CONNECTED, first(7), False, True)
 
 
 @pytest.mark.parametrize("written", [WRITE, (*WRITE, Event.VERIFY)])
 def test_failure_after_the_first_byte_fences(written: tuple[Event, ...]) -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=1)
     record = advance(follow(record, *written, version=2), Event.FAIL, reason="rank 1 died")
-    assert (record.fenced, record.serves, record.version, record.reason) == (True, False, 1, "rank 1 died")
+    assert (record.fenced, record.serves, record.version, record.reason) == (True, False, first(1), "rank 1 died")
     record = follow(record, Event.REJOIN, *CONNECT)
     assert not record.serves, "connecting again clears no fence"
     record = follow(record, *UPDATE, version=3)
-    assert (record.serves, record.version, record.epoch) == (True, 3, 2)
+    assert (record.serves, record.version, record.epoch) == (True, first(3), 2)
 
 
 def test_failure_while_preparing_keeps_the_old_version() -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=1)
     record = advance(follow(record, Event.PREPARE, version=2), Event.FAIL, reason="not ready")
-    assert (record.serves, record.version) == (False, 1), "while it is not connected, nobody can know"
+    assert (record.serves, record.version) == (False, first(1)), "while it is not connected, nobody can know"
     record = follow(record, Event.REJOIN, *CONNECT)
-    assert (record.serves, record.version) == (True, 1)
+    assert (record.serves, record.version) == (True, first(1))
 
 
 def test_distrust_fences_until_the_next_commit() -> None:
     record = advance(follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=1), Event.DISTRUST)
-    assert (record.phase, record.serves, record.version) == (Phase.CONNECTED, False, 1)
+    assert (record.phase, record.serves, record.version) == (Phase.CONNECTED, False, first(1))
     assert follow(record, *UPDATE, version=2).serves
 
 
@@ -59,18 +65,27 @@ def test_distrust_fences_until_the_next_commit() -> None:
 def test_versions_only_grow(version: int) -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=4)
     with pytest.raises(VersionError, match=rf"has version 4; version {version} is not newer"):
-        advance(record, Event.PREPARE, version=version)
+        advance(record, Event.PREPARE, version=first(version))
+
+
+def test_a_later_lineage_is_newer_whatever_its_number() -> None:
+    record = follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=100)
+    record = follow(record, *UPDATE, version=Version(2, 81))
+    assert (record.version, record.serves) == (Version(2, 81), True)
+    for version in (Version(1, 101), Version(2, 81), Version(2, 80)):
+        with pytest.raises(VersionError, match=f"has version 81@2; version {version} is not newer"):
+            advance(record, Event.PREPARE, version=version)
 
 
 def test_commit_of_another_version_is_refused() -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT, *WRITE, Event.VERIFY, version=2)
     with pytest.raises(VersionError, match="updated to 2, not to 3"):
-        advance(record, Event.COMMIT, version=3)
+        advance(record, Event.COMMIT, version=first(3))
 
 
 def test_repeated_commit_changes_nothing() -> None:
     record = follow(InstanceRecord("rollout-0"), *CONNECT, *UPDATE, version=2)
-    assert advance(record, Event.COMMIT, version=2) is record
+    assert advance(record, Event.COMMIT, version=first(2)) is record
 
 
 def test_illegal_event_names_phase_and_event() -> None:
@@ -88,10 +103,10 @@ class Instance(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.record = InstanceRecord("rollout-0")
-        self.memory: set[int | None] = {None}
+        self.memory: set[Version | None] = {None}
         self.seen: list[InstanceRecord] = []
 
-    def _on(self, event: Event, version: int | None = None, reason: str = "") -> bool:
+    def _on(self, event: Event, version: Version | None = None, reason: str = "") -> bool:
         before = self.record
         try:
             self.record = advance(before, event, version=version, reason=reason)
@@ -111,8 +126,8 @@ class Instance(RuleBasedStateMachine):
         if done and event is Event.DISTRUST:
             self.memory = {None}  # another process: nobody knows what it holds
 
-    @rule(version=st.integers(0, 30))
-    def prepare(self, version: int) -> None:
+    @rule(version=VERSIONS)
+    def prepare(self, version: Version) -> None:
         before = self.record
         done = self._on(Event.PREPARE, version)
         newer = before.version is None or version > before.version
@@ -123,8 +138,8 @@ class Instance(RuleBasedStateMachine):
         if self._on(Event.TRANSFER):
             self.memory.add(self.record.target)
 
-    @rule(version=st.integers(0, 30), right=st.booleans())
-    def commit(self, version: int, right: bool) -> None:
+    @rule(version=VERSIONS, right=st.booleans())
+    def commit(self, version: Version, right: bool) -> None:
         """What has been verified lies whole in the memory; a commit of anything else is refused."""
         before = self.record
         version = before.target if right and before.target is not None else version
@@ -136,10 +151,11 @@ class Instance(RuleBasedStateMachine):
                 self.memory = {version}
 
     @precondition(lambda self: self.record.phase is Phase.CONNECTED)
-    @rule(more=st.integers(1, 3))
-    def whole_update(self, more: int) -> None:
+    @rule(more=st.integers(1, 3), restart=st.booleans())
+    def whole_update(self, more: int, restart: bool) -> None:
         """So that long histories are not left to chance."""
-        version = (self.record.version or 0) + more
+        newest = self.record.version or Version(1, 0)
+        version = Version(newest.lineage + 1, more) if restart else Version(newest.lineage, newest.number + more)
         for event in UPDATE:
             assert self._on(event, version if event in (Event.PREPARE, Event.COMMIT) else None)
         self.memory = {version}
@@ -161,7 +177,7 @@ class Instance(RuleBasedStateMachine):
         if self.seen:
             before = self.seen[-1]
             assert self.record.epoch >= before.epoch
-            assert before.version is None or (self.record.version or -1) >= before.version
+            assert before.version is None or (self.record.version or Version(1, 0)) >= before.version
             assert self.record.phase in (Phase.PREPARING, Phase.TRANSFERRING, Phase.VERIFYING) or (
                 self.record.target is None
             )

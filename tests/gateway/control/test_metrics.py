@@ -73,7 +73,7 @@ def test_gauges_tell_the_state_of_each_instance() -> None:
         metrics = counted(play)
         before = samples(metrics.text().decode())
         play.engine.corrupt = 1
-        await play.update(1)
+        await play.update(1, restart=True)
         play.pair.hear(0, time.monotonic() - 1000.0)
         play.pair.listen(time.monotonic())
         play.pair.instance(B).hear(1, time.monotonic() - 1000.0)
@@ -85,6 +85,7 @@ def test_gauges_tell_the_state_of_each_instance() -> None:
     assert [before.get((name, A)) for name in names] == [None, 0, 1, 0], "no version before the first commit"
     assert [after.get((name, A)) for name in names] == [None, 0, 1, 0]
     assert [after.get((name, B)) for name in names] == [1, 0, 0, 1], "an instance with a silent rank serves nobody"
+    assert [after.get(("weightcast_lineage", name)) for name in (A, B)] == [None, 2]
     assert after["weightcast_trainer_silent_ranks",] == 1
     for name, phase in ((A, Phase.FAILED), (B, Phase.CONNECTED)):
         assert {p.value: after["weightcast_phase", name, p.value] for p in Phase} == {

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_support import ALL, STEPS, A, B, Engine, Play, Trainer, reports_of
+from engine_support import ALL, STEPS, A, B, Engine, Play, Trainer, first, reports_of
 from gateway_support import running_gateway
 from spawn_support import free_port
 
@@ -38,7 +38,7 @@ SPEC = PairSpec(
     bucket_bytes=1 << 20,
     commit="all",
 )
-SAVED = SavedInstance("main", A, SPEC.instances[A], 7, True, 3, True, False, {0: "x", 1: "y"})
+SAVED = SavedInstance("main", A, SPEC.instances[A], first(7), True, 3, True, False, {0: "x", 1: "y"})
 FIRST = TrainerProcess(0, "a.1", "h0", 812, 1e9, 1)
 SECOND = TrainerProcess(0, "b.1", "h1", 977, 1e9 + 153.5, 2)
 
@@ -77,6 +77,58 @@ def test_operators_at_the_same_moment_change_one_after_the_other(tmp_path: Path)
     asyncio.run(run())
 
 
+def test_a_pair_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
+    """A request that found it before may still change it, and its instances have the names of the new one's."""
+
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+        earlier = await gateway.create(SPEC)
+        assert await gateway.end("main", "is replaced", 0.0)
+        with pytest.raises(ControlError, match="pair main is replaced, which ends what is under way"):
+            await gateway.join("main", B, EngineSpec(kind="worker", world_size=2))
+        later = await gateway.create(SPEC, replace=True)
+        assert (earlier is later, earlier.spec.uid == later.spec.uid) == (False, False)
+        instance = earlier.instance(A)
+        instance.record = replace(instance.record, version=first(7), fenced=False)
+        await instance.save()
+        await earlier.begin_lineage(5)
+        ((spec, (saved,)),) = gateway.store.load()
+        assert (spec.uid, spec.lineage, saved.version, saved.fenced) == (later.spec.uid, 1, None, True)
+        await gateway.close()
+
+    asyncio.run(run())
+
+
+def test_a_pair_that_is_not_replaced_or_deleted_after_all_goes_on(tmp_path: Path) -> None:
+    """It was closed for that, and would refuse all work for good."""
+
+    async def run() -> None:
+        gateway = Gateway("127.0.0.1", 1, opened(tmp_path / "state"))
+        pair = await gateway.create(SPEC)
+        url = "http://127.0.0.1:9"
+        await gateway.create(PairSpec("other", trainer_world=1, instances={A: EngineSpec(world_size=1, url=url)}))
+        assert await gateway.end("main", "is replaced", 0.0)
+        with pytest.raises(ControlError, match=f"{url} belongs to pair other already"):
+            await gateway.create(replace(SPEC, instances={A: EngineSpec(world_size=1, url=url)}), replace=True)
+        assert gateway.pair("main") is pair
+        assert await pair.offer(0, 1) == (first(1), True)
+        assert pair.conflict is None
+        assert not await gateway.end("main", "is deleted", 0.0)
+        pair.decide(first(1), {})
+
+        async def full(name: str) -> None:
+            raise ControlError(f"cannot forget {name}, the disk is full")
+
+        gateway.store.forget = full  # type: ignore[method-assign]
+        with pytest.raises(ControlError, match="the disk is full"):
+            await gateway.delete("main")
+        assert await pair.offer(0, 2) == (first(2), True)
+        pair.check_wanted()
+        await gateway.close()
+
+    asyncio.run(run())
+
+
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
@@ -84,10 +136,10 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
         await store.save_pair(SPEC, [SAVED, other])
         second = replace(SPEC, name="second", topology=Topology(400, nic_per_host=True))
         await store.save_pair(second, [])
-        await store.save(replace(SAVED, version=8))
+        await store.save(replace(SAVED, version=first(8)))
         store.close()
         again = opened(tmp_path / "state")
-        assert again.load() == [(SPEC, [replace(SAVED, version=8), other]), (second, [])]
+        assert again.load() == [(SPEC, [replace(SAVED, version=first(8)), other]), (second, [])]
         await again.forget("main")
         assert again.load() == [(second, [])]
         again.close()
@@ -123,10 +175,10 @@ def test_a_file_of_format_1_is_read_and_is_one_of_format_2_from_then_on(tmp_path
         store = opened(file)
         ((spec, instances),) = store.load()
         assert (spec.name, spec.trainer_world, spec.settings.offer, spec.topology) == ("main", 2, 30.0, Topology(400))
-        worker = EngineSpec(kind="worker", world_size=2)
+        worker = EngineSpec(kind="worker", world_size=2, pause="abort")  # the default then, which it keeps
         identities = {0: "8b2d69cd0f3c4d8680d32952f4e5b360", 1: "6d34dec14ccf4accac57b48706e6afd7"}
-        assert instances[0] == SavedInstance("main", A, worker, 1, False, 1, False, False, identities)
-        assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, 2, False)
+        assert instances[0] == SavedInstance("main", A, worker, first(1), False, 1, False, False, identities)
+        assert (instances[1].name, instances[1].version, instances[1].fenced) == (B, first(2), False)
         assert store.load_processes("main") == []
         await store.save_processes("main", [Standing(FIRST)])
         store.close()
@@ -166,8 +218,8 @@ def test_many_at_a_time(tmp_path: Path) -> None:
     async def run() -> None:
         store = opened(tmp_path / "state")
         await store.save_pair(SPEC, [])
-        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=n)) for n in range(200)))
-        assert sorted(i.version or 0 for i in store.load()[0][1]) == list(range(200))
+        await asyncio.gather(*(store.save(replace(SAVED, name=f"i{n}", version=first(n))) for n in range(200)))
+        assert sorted(str(i.version) for i in store.load()[0][1]) == sorted(map(str, range(200)))
         store.close()
 
     asyncio.run(run())
@@ -193,7 +245,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all, and longer than a header would be\n" * 10)
     with pytest.raises(ControlError, match="file is not a database"):
         opened(tmp_path / "text")
-    with pytest.raises(ControlError, match="unable to open"):
+    with pytest.raises(ControlError, match=r"there is no folder .*; make it first"):
         opened(tmp_path / "no" / "folder")
     newer = sqlite3.connect(tmp_path / "newer")
     newer.execute("pragma user_version = 99")
@@ -423,12 +475,12 @@ def test_a_full_disk(tmp_path: Path) -> None:
         store = opened(tmp_path / "state")
         await store.save_pair(SPEC, [SAVED])
         with FullDisk(), pytest.raises(ControlError, match="cannot record the gateway's state"):
-            await store.save(replace(SAVED, version=8))
+            await store.save(replace(SAVED, version=first(8)))
         assert "cannot record" in store.trouble
         assert store.load() == [(SPEC, [SAVED])]
-        await store.save(replace(SAVED, version=9))
+        await store.save(replace(SAVED, version=first(9)))
         assert store.trouble == ""
-        assert store.load() == [(SPEC, [replace(SAVED, version=9)])]
+        assert store.load() == [(SPEC, [replace(SAVED, version=first(9))])]
         store.close()
 
     asyncio.run(run())
@@ -472,7 +524,9 @@ def test_a_gateway_finds_its_pairs_again(tmp_path: Path) -> None:
         await play.restart()
         assert (play.state(A), play.state(B)) == ((Phase.FAILED, 5, False), (Phase.FAILED, 4, True))
         assert not play.pair.instance(A).serves, "until it has connected, nobody can know"
-        assert "the gateway was restarted" in play.pair.status()["instances"][A]["reason"]
+        status = play.pair.status()["instances"][A]
+        assert "the gateway was restarted" in status["reason"]
+        assert status["heard"] is None, "what it said to the life before is not known"
         await play.connect()
         assert play.pair.instance(A).serves
         assert play.pair.instance(A).record.epoch > 1, "no epoch is counted twice"
@@ -530,7 +584,7 @@ def test_a_gateway_that_ends_in_a_transfer_finds_the_fence(tmp_path: Path) -> No
 
         play.engine.transfer = spied  # type: ignore[method-assign]
         await play.update(2)
-        assert [(i.version, i.fenced, i.paused) for i in seen] == [(1, True, True)]
+        assert [(i.version, i.fenced, i.paused) for i in seen] == [(first(1), True, True)]
         await play.gateway.close()
 
     asyncio.run(run())

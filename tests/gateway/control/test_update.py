@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_support import STEPS, A, B, Engine, connected
+from engine_support import STEPS, A, B, Engine, Play, connected, first
 
 from weightcast.gateway.control.instance_state import Phase
 from weightcast.gateway.control.store import SavedInstance
-from weightcast.gateway.records import Action, CommitPolicy, EngineSpec, NonFinite, Order
+from weightcast.gateway.records import Action, CommitPolicy, EngineSpec, NonFinite, Order, PairSpec
+from weightcast.gateway.versions import Version
 from weightcast.transfer.errors import (
     ControlError,
     DeadlineError,
@@ -311,6 +313,96 @@ def test_one_that_fails_later_fences_all(fault: str) -> None:
     asyncio.run(run())
 
 
+def silent(play: Play, name: str) -> None:
+    """The ranks of an instance were not heard from for long when the next update begins."""
+    instance = play.pair.instance(name)
+    instance.hear(1, time.monotonic() - 100.0)
+    assert instance.listen(time.monotonic())
+
+
+@pytest.mark.parametrize("commit", ["each", "all"])
+def test_those_that_are_alive_get_the_version_if_they_are_enough(commit: CommitPolicy) -> None:
+    async def run() -> None:
+        play = await connected(A, B, "rollout-2", commit=commit, min_instances=2)
+        silent(play, B)
+        assert (await play.update(2)).committed
+        record, text = play.pair.results[first(2)][B], "rollout-1 ranks 1 were not heard from for 30 s"
+        together = "all instances that are alive commit together without this one: " if commit == "all" else ""
+        assert record.reason == f"{together}pair main: {text}"
+        assert (record.committed, record.fenced, record.seconds) == (False, False, 0.0)
+        assert play.engines[B].calls == [], "it is not touched"
+        assert play.pair.instance(B).updates[-1] is record
+        assert [play.state(name)[1] for name in (A, B, "rollout-2")] == [2, 1, 2]
+        await play.pair.instance(B).beat(1, "")
+        assert (await play.update(3)).committed
+        assert play.pair.results[first(3)][B].committed, "it takes part again"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("needed", [None, 2, 10_000])
+def test_with_one_dead_none_gets_the_version_if_all_have_to(needed: int | None) -> None:
+    """Nobody is paused for an update that is known to fail."""
+
+    async def run() -> None:
+        play = await connected(A, B, commit="all", min_instances=needed)
+        silent(play, B)
+        record = await play.update(2)
+        assert record.reason == (
+            "pair main: 2 of 2 instances have to commit together, and dead are rollout-1: "
+            "pair main: rollout-1 ranks 1 were not heard from for 30 s"
+        )
+        assert play.engine.calls == []
+        assert play.state(A) == (Phase.CONNECTED, 1, False)
+        assert play.pair.instance(A).serves
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("step", ["pause", "begin", "end", "publish", "resume"])
+def test_a_call_ends_when_the_ranks_of_its_engine_fall_silent(step: str) -> None:
+    """As those of a server that is stopped, whose sockets still take requests."""
+
+    async def run() -> None:
+        play = await connected(A, B, clean_up=0.2)
+        call = getattr(play.engine, step)
+
+        async def stands_still() -> None:
+            if play.engine.calls.count(step) == 0:
+                silent(play, A)
+                play.engine.instance.notify()
+                play.engine.calls.append(step)
+                await asyncio.sleep(60.0)
+            await call()
+
+        setattr(play.engine, step, (lambda version: stands_still()) if step == "publish" else stands_still)
+        record = await play.update(2)
+        assert "rollout-0 ranks 1 were not heard from for 30 s" in record.reason
+        assert record.committed == (step == "resume")
+        assert play.state(B) == (Phase.CONNECTED, 2, False)
+
+    asyncio.run(run())
+
+
+def test_a_call_that_an_engine_does_not_answer_keeps_no_pair_from_being_deleted() -> None:
+    async def run() -> None:
+        play = await connected(clean_up=0.2)
+        pause = play.engine.pause
+
+        async def stands_still() -> None:
+            play.pair.close(ControlError("pair main is deleted"))
+            await pause()
+            await asyncio.sleep(60.0)
+
+        play.engine.pause = stands_still  # type: ignore[method-assign]
+        record = await play.update(2)
+        assert (record.committed, record.fenced, record.reason) == (False, False, "pair main is deleted")
+        assert play.engine.calls == ["pause", "end", "disconnect", "resume"]
+        assert play.pair.idle
+
+    asyncio.run(run())
+
+
 # ---- instances come and go
 
 
@@ -337,7 +429,7 @@ def test_an_instance_leaves_and_comes_back_fenced() -> None:
         assert play.pair.instance(B).orders.since(0)[-1].action == "left"
         del play.engines[B]
         assert (await play.update(2)).committed
-        assert list(play.pair.results[2]) == [A]
+        assert list(play.pair.results[first(2)]) == [A]
         await play.join(B)
         assert play.state(B) == (Phase.REGISTERING, 1, True), "what it holds is old, and nobody knows what else"
         assert (await play.update(3)).committed
@@ -397,7 +489,60 @@ def test_what_comes_too_late_is_refused_with_both_numbers() -> None:
             await play.pair.offer(0, 1)
         report = Engine.digests(part, 1)
         with pytest.raises(VersionError, match="is being updated to None, not to 1; it is too late"):
-            await play.engine.instance.report_digests(1, "instance", 0, 1, report)
+            await play.engine.instance.report_digests(1, "instance", 0, first(1), report)
+
+    asyncio.run(run())
+
+
+def test_an_offer_of_a_restart_that_comes_again_is_the_same_update() -> None:
+    async def run() -> None:
+        play = await connected(version=100)
+        taken = [await play.pair.offer(0, 81, restart=True) for _ in range(2)]
+        assert [(str(each.version), each.first) for each in taken if each] == [("81@2", True), ("81@2", False)]
+        with pytest.raises(VersionError, match="trainer rank 1 offers 81, other ranks offer 81 with restart=True"):
+            await play.pair.offer(1, 81)
+
+    asyncio.run(run())
+
+
+def test_no_consumer_of_integers_gets_a_stamp_of_a_later_lineage() -> None:
+    """Also one that joined at the very moment at which the lineage began."""
+
+    async def run() -> None:
+        play = await connected(A, B, version=100)
+        check = play.pair._check_stamps
+        late = play.pair.instances[B]
+
+        def check_and_join() -> None:
+            check()
+            late.spec = replace(late.spec, stamps="integer")
+            play.pair._check_stamps = lambda: None  # type: ignore[method-assign]
+
+        play.pair._check_stamps = check_and_join  # type: ignore[method-assign]
+        assert (await play.update(81, restart=True)).committed
+        record = play.pair.results[Version(2, 81)][B]
+        assert (record.committed, record.fenced) == (False, False)
+        assert record.reason == f"instance {B} takes integer stamps alone, and not 81@2; it has to leave"
+        assert play.engines[B].calls == []
+
+    asyncio.run(run())
+
+
+def test_a_lineage_that_cannot_be_written_down_has_not_begun() -> None:
+    async def run() -> None:
+        play = await connected(version=100)
+
+        async def full(spec: PairSpec) -> None:
+            raise ControlError(f"the disk is full at lineage {spec.lineage}")
+
+        save, play.pair.store.save_spec = play.pair.store.save_spec, full  # type: ignore[method-assign]
+        record = await play.update(81, restart=True)
+        assert (record.committed, record.reason) == (False, "the disk is full at lineage 2")
+        assert play.engine.calls == [], "the engine heard of nothing"
+        assert (await play.update(101)).version == first(101)
+        play.pair.store.save_spec = save  # type: ignore[method-assign]
+        assert (await play.update(81, restart=True)).version == Version(2, 81)
+        assert (await play.update(82)).version == Version(2, 82)
 
     asyncio.run(run())
 
@@ -436,7 +581,7 @@ def test_an_instance_that_was_fenced_while_it_committed_is_not_resumed() -> None
 
         async def late(*saved: SavedInstance) -> None:
             await save(*saved)
-            if any(one.version == 2 for one in saved):
+            if any(one.version == first(2) for one in saved):
                 await instance.restarted(0, "another~1~x")
 
         play.pair.store.save = late  # type: ignore[method-assign]
@@ -463,7 +608,7 @@ def test_those_that_commit_together_are_written_once() -> None:
 
         play.pair.store.save = full  # type: ignore[method-assign]
         await play.update(2)
-        assert [record.committed for record in play.pair.results[2].values()] == [True, True]
+        assert [record.committed for record in play.pair.results[first(2)].values()] == [True, True]
 
     asyncio.run(run())
 
@@ -489,11 +634,11 @@ def test_a_rank_that_waits_hears_of_its_own_epoch_alone() -> None:
         play = await connected(A)
         instance = play.pair.instance(A)
         epoch = instance.record.epoch
-        play.pair.give(instance, Order(Action.PREPARE, epoch, 2))
+        play.pair.give(instance, Order(Action.PREPARE, epoch, first(2)))
         waiting = asyncio.create_task(instance.go(epoch, 5.0))
         await asyncio.sleep(0.01)
         assert not waiting.done()
-        for order in (Order(Action.END, epoch, 2), Order(Action.REGISTER, epoch + 1)):
+        for order in (Order(Action.END, epoch, first(2)), Order(Action.REGISTER, epoch + 1)):
             play.pair.give(instance, order)
         answer = await waiting
         assert answer is not None

@@ -14,6 +14,7 @@ from plain_support import Piece, describe_pieces
 from weightcast.gateway.layouts.digest_check import DigestCheck
 from weightcast.gateway.ranks import digests as gateway_digests
 from weightcast.gateway.ranks.digests import Digested, PartDigests, SharedDigests
+from weightcast.gateway.versions import Version
 from weightcast.transfer.digest.digester import Digester
 from weightcast.transfer.errors import DigestMismatchError, WeightsChangedError
 from weightcast.transfer.layout.memory import RankLayout
@@ -40,10 +41,10 @@ def pair() -> tuple[RankLayout, RankLayout, TransferPlan]:
 def test_a_sample_sees_what_is_in_its_rows(verify: str, version: int, seen: bool) -> None:
     trainer, instance, plan = pair()
     parts = PlanParts(plan, verify=Verify(verify))
-    sent = {0: PartDigests().report(parts.trainer_part("a", 0), trainer, version).report}
+    sent = {0: PartDigests().report(parts.trainer_part("a", 0), trainer, Version.parse(version)).report}
 
     def held() -> dict[int, object]:
-        return {0: PartDigests().report(parts.instance_part("a", 0), instance, version).report}
+        return {0: PartDigests().report(parts.instance_part("a", 0), instance, Version.parse(version)).report}
 
     assert DigestCheck(plan).compare(sent, "a", held()).rows == 3  # type: ignore[arg-type]
     instance.view(1)[14, 2] += 64.0  # Row 35, which is 3 modulo 16.
@@ -56,7 +57,9 @@ def test_a_sample_sees_what_is_in_its_rows(verify: str, version: int, seen: bool
 
 def test_without_verification_nothing_is_digested() -> None:
     trainer, _, plan = pair()
-    report = PartDigests().report(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer, 1).report
+    report = (
+        PartDigests().report(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer, Version.parse(1)).report
+    )
     assert (len(report), len(report.digest)) == (0, 0)
 
 
@@ -73,13 +76,15 @@ def test_what_was_prepared_serves_until_rows_or_layout_are_others(monkeypatch: p
     digests = PartDigests()
     for part in parts:
         digests.prepare(part, trainer)
-    first, second = (digests.report(parts[0], trainer, version).report.digest.tolist() for version in (1, 2))
+    first, second = (
+        digests.report(parts[0], trainer, Version.parse(version)).report.digest.tolist() for version in (1, 2)
+    )
     assert len(made) == 1
     assert first == second
     again = dataclasses.replace(trainer)
-    assert digests.report(parts[0], again, 3).report.digest.tolist() == first
+    assert digests.report(parts[0], again, Version.parse(3)).report.digest.tolist() == first
     fewer = dataclasses.replace(parts[0], digests=parts[0].digests.between(0, 1))
-    assert digests.report(fewer, again, 3).report.digest.tolist() == first[:1]
+    assert digests.report(fewer, again, Version.parse(3)).report.digest.tolist() == first[:1]
     assert [layout is again for layout in made] == [False, True, True]
     digests.prepare(PlanParts(plan, verify=Verify.OFF).trainer_part("a", 0), trainer)
     assert len(made) == 3
@@ -87,7 +92,7 @@ def test_what_was_prepared_serves_until_rows_or_layout_are_others(monkeypatch: p
 
 def shared(*parts: RankPart, layout: RankLayout) -> SharedDigests:
     made = SharedDigests()
-    made.begin(parts, layout, 1)
+    made.begin(parts, layout, Version.parse(1))
     return made
 
 
@@ -107,7 +112,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_a_trainer_rank_makes_two_passes_for_all_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _, plan = pair()
     parts = [PlanParts(plan).trainer_part(name, 0) for name in ("a", "b")]
-    alone = PartDigests().report(parts[0], trainer, 1).report.digest.tolist()
+    alone = PartDigests().report(parts[0], trainer, Version.parse(1)).report.digest.tolist()
     passes, digests = counting(monkeypatch), shared(*parts, layout=trainer)
     assert [digests.first(part).report.digest.tolist() for part in parts] == [alone, alone]
     one, other = (digests.second(part) for part in parts)
@@ -115,7 +120,7 @@ def test_a_trainer_rank_makes_two_passes_for_all_instances(monkeypatch: pytest.M
     assert one.result().report.digest.tolist() == alone
     assert passes == [True, False]
     trainer.view(0)[0, 0] = 5.0
-    digests.begin(parts, trainer, 1)
+    digests.begin(parts, trainer, Version.parse(1))
     assert digests.first(parts[0]).report.digest.tolist() != alone, "even of the same version"
     digests.close()
 

@@ -144,7 +144,7 @@ def catalog_of(experts: range) -> dict[str, TensorSpec]:
 
 def test_missing_names_are_said_in_ranges() -> None:
     held = report(0, 1, [whole(name) for name in catalog_of(range(32))])
-    said = "^layers 0-47, experts 32-127, gate_proj/up_proj/down_proj: on no rank of rollout-0$"
+    said = "^layers 0-47, experts 32-127, gate_proj/up_proj/down_proj: on no rank of rollout-0; LayoutNotes\\(left_out="
     with pytest.raises(CoverageError, match=said):
         merge_instance("rollout-0", [held], catalog_of(range(128)))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support import first
 from gateway_support import running_gateway
 from life_support import ENGINE, ONE, Engine, create, soon, trainer
 from spawn_support import free_port
@@ -23,7 +24,8 @@ from weightcast.adapters.unsharded import PlainSource
 from weightcast.gateway.client import TOKEN_VARIABLE, GatewayClient, Seat
 from weightcast.gateway.control.instance import Holding
 from weightcast.gateway.ranks.trainer import TrainerWorker
-from weightcast.transfer.errors import AbsentError, DisplacedError, VersionError
+from weightcast.gateway.versions import Version
+from weightcast.transfer.errors import DisplacedError, VersionError
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ def test_engines_hear_of_a_pair_that_is_created_again(undo: ExitStack, caplog: p
     before.close()
     with GatewayClient(url, token) as client:
         client.delete_pair("main")
-    soon(lambda: "waits for pair main to be created again" in caplog.text)
+    soon(lambda: "there is no pair 'main'; there are none; holds version 2 and waits for pair main" in caplog.text)
     assert engine.state == (2, False), "it goes on with what it has"
     create(url, token, register=15.0)
     soon(lambda: "the pair created again" in caplog.text)
@@ -156,14 +158,6 @@ def test_who_waits_for_orders_of_an_instance_is_woken_when_it_joins_again(undo: 
     assert engine.served == [1, 2] or engine.state == (2, False)
 
 
-def test_a_pair_that_never_was_is_an_error(undo: ExitStack) -> None:
-    url, token = undo.enter_context(running_gateway())
-    engine = engine_on(undo, url, token)
-    soon(lambda: engine.said)
-    assert isinstance(engine.said[0], AbsentError)
-    assert str(engine.said[0]) == "there is no pair 'main'; there are none"
-
-
 @contextmanager
 def older_state(undo: ExitStack, folder: Path) -> Iterator[tuple[str, str, Engine, TrainerWorker]]:
     """A gateway on a state file of version 1, with its address and token, whose engine and trainer are at version 3."""
@@ -214,18 +208,18 @@ def test_a_version_below_what_ranks_hold_is_refused_though_they_say_so_late(undo
     ("holding", "committed", "said"),
     [
         (Holding(), None, ""),
-        (Holding(3, "here"), 3, ""),
-        (Holding(3, "here", True), 3, ""),  # the commit was not heard of
-        (Holding(3, "here"), 1, "holds version 3, the record says version 1"),
-        (Holding(1, "here"), 3, "holds version 1, the record says version 3"),
-        (Holding(1, "here"), None, "holds version 1, the record says no version"),
-        (Holding(3, "there"), 3, "holds version 3 of another pair, the record says version 3"),
-        (Holding(), 3, "holds no version, the record says version 3"),
-        (Holding(uncommitted=True), 3, "holds an uncommitted update, the record says version 3"),
-        (Holding(4, "here", True), 3, "holds version 4, the record says version 3"),
+        (Holding(first(3), "here"), first(3), ""),
+        (Holding(first(3), "here", True), first(3), ""),  # the commit was not heard of
+        (Holding(first(3), "here"), first(1), "holds version 3, the record says version 1"),
+        (Holding(first(1), "here"), first(3), "holds version 1, the record says version 3"),
+        (Holding(first(1), "here"), None, "holds version 1, the record says no version"),
+        (Holding(first(3), "there"), first(3), "holds version 3 of another pair, the record says version 3"),
+        (Holding(), first(3), "holds no version, the record says version 3"),
+        (Holding(uncommitted=True), first(3), "holds an uncommitted update, the record says version 3"),
+        (Holding(first(4), "here", True), first(3), "holds version 4, the record says version 3"),
     ],
 )
-def test_what_a_rank_says_is_compared_with_the_record(holding: Holding, committed: int | None, said: str) -> None:
+def test_what_a_rank_says_is_compared_with_the_record(holding: Holding, committed: Version | None, said: str) -> None:
     assert holding.differs("here", committed) == said
 
 
@@ -293,7 +287,7 @@ def test_a_displaced_worker_is_refused_for_good_and_fails_nobody(undo: ExitStack
             lambda: client.beat(f"main/instances/{ENGINE}/ranks/0", first.worker.memory.identity),
             lambda: client.joined(seat),
             lambda: client.fail(seat, ValueError("x")),
-            lambda: client.moved(seat, 5, [0]),
+            lambda: client.moved(seat, Version.parse(5), [0]),
             lambda: client.ready(seat, "", [], 0.0),
         ):
             with pytest.raises(DisplacedError, match="was displaced by process"):

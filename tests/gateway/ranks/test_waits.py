@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_support import A, B, Play, connected
+from engine_support import A, B, Play, connected, first
 from gateway_support import running_gateway
 from life_support import ENGINE, SIZE, Engine, create, cut_link, soon, trainer
 from plain_support import Piece, PlainSink
@@ -64,28 +64,6 @@ def fails(call: object) -> None:
         call()  # type: ignore[operator]
 
 
-def test_serve_on_a_link_that_is_cut(undo: ExitStack) -> None:
-    url, token = undo.enter_context(running_gateway())
-    create(url, token, outage=OUTAGE)
-    link = undo.enter_context(cut_link(url))
-    worker = idle_worker(undo, link.url, token)
-    assert worker.serve(wait=0.05) is None
-    assert min(seconds_of(lambda: worker.serve(wait=0.05)) for _ in range(5)) < 1.05
-    link.cut()
-    assert OUTAGE - 0.5 < seconds_of(lambda: fails(lambda: worker.serve(wait=0.05))) < OUTAGE + SPARE
-    again = [seconds_of(lambda: fails(lambda: worker.serve(wait=0.05))) for _ in range(3)]
-    assert min(again) < OUTAGE - 0.5, "while it stays gone an engine is not kept from generating"
-    link.mend()
-    soon(lambda: _serves(worker))
-
-
-def _serves(worker: InstanceWorker) -> bool:
-    try:
-        return worker.serve(wait=0.05) is None
-    except TransferError:
-        return False
-
-
 def test_serve_waits_as_long_as_it_is_told(undo: ExitStack) -> None:
     """Longer than one poll, which is shorter than `outage`."""
     url, token = undo.enter_context(running_gateway())
@@ -93,16 +71,6 @@ def test_serve_waits_as_long_as_it_is_told(undo: ExitStack) -> None:
     worker = idle_worker(undo, url, token)
     worker.serve()
     assert 2.4 < min(seconds_of(lambda: worker.serve(wait=2.5)) for _ in range(3)) < 3.5
-
-
-def test_serve_without_a_gateway(undo: ExitStack) -> None:
-    """Connections are refused: the same while, and the worker lives on with the next gateway."""
-    with running_gateway() as (url, token):
-        create(url, token, outage=OUTAGE)
-        worker = idle_worker(undo, url, token)
-        assert worker.serve(wait=0.05) is None
-    assert OUTAGE - 0.5 < seconds_of(lambda: fails(lambda: worker.serve(wait=0.05))) < OUTAGE + SPARE
-    assert seconds_of(lambda: fails(lambda: worker.serve(wait=0.05))) < OUTAGE - 0.5
 
 
 def test_a_gateway_that_stands_still_for_less_than_the_outage_is_waited_for(undo: ExitStack) -> None:
@@ -114,6 +82,7 @@ def test_a_gateway_that_stands_still_for_less_than_the_outage_is_waited_for(undo
     link.cut()
     threading.Timer(2.0, link.mend).start()
     assert worker.serve(wait=0.05) is None
+    assert not worker._client.lost
 
 
 def test_update_on_a_link_that_is_cut(undo: ExitStack) -> None:
@@ -163,8 +132,8 @@ def test_update_whose_link_is_cut_in_the_middle_of_the_transfer(undo: ExitStack)
         link.cut()
         assert updating.result(90.0) < OUTAGE + SPARE
         goes_on.set()
-        soon(lambda: engine.said, 60.0)
-    assert isinstance(engine.said[0], TransferError)
+        soon(lambda: engine.worker._outage.left, 60.0)
+    assert engine.said == []
     assert engine.state == (1, True)
 
 
@@ -193,7 +162,7 @@ def test_an_engine_whose_link_is_cut_does_not_wait_for_bytes_that_nobody_sends(u
         soon(lambda: engine.worker._run is not None)
         link.cut()
         begun = time.monotonic()
-        soon(lambda: engine.said, 80.0)
+        soon(lambda: engine.worker._outage.left, 80.0)
         assert time.monotonic() - begun < OUTAGE + SPARE
         assert engine.state == (1, True)
         link.mend()
@@ -279,8 +248,8 @@ def test_an_offer_that_is_alone_ends_with_the_update() -> None:
     async def run() -> None:
         play = await connected(A, offer=60.0, update=0.5)
         await play.pair.offer(0, 2)
-        await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
-        assert "trainer ranks 1 did not offer version 2 within 0." in play.pair.results[2][A].reason
+        await asyncio.wait_for(transaction.update(play.pair, first(2), "127.0.0.1", 1), SPARE)
+        assert "trainer ranks 1 did not offer version 2 within 0." in play.pair.results[first(2)][A].reason
 
     asyncio.run(run())
 
@@ -292,11 +261,11 @@ def test_an_update_behind_a_connect_that_hangs_is_decided() -> None:
         await play.pair.hold(step, instances)
         for rank in range(2):
             await play.pair.offer(rank, 2)
-        await asyncio.wait_for(transaction.update(play.pair, 2, "127.0.0.1", 1), SPARE)
+        await asyncio.wait_for(transaction.update(play.pair, first(2), "127.0.0.1", 1), SPARE)
         play.pair.release(step, instances)
-        reason = play.pair.results[2][A].reason
+        reason = play.pair.results[first(2)][A].reason
         assert reason == f"pair main: still being connected 0.5 s after the first offer: {A}"
-        assert play.pair.orders.since(0)[-1].version == 2, "trainer ranks hear that it is over"
+        assert play.pair.orders.since(0)[-1].version == first(2), "trainer ranks hear that it is over"
         for player in play.trainers:
             player.cursor[A] = play.pair.instances[A].orders.count
         assert (await play.update(3)).committed
@@ -326,8 +295,8 @@ def test_an_update_that_the_trainer_left_before_its_first_step_connects_nobody(s
             await play.pair.offer(rank, 2)
         play.engine.calls.clear()
         ranks = [trainer.follow("end") for trainer in play.trainers]
-        await asyncio.wait_for(asyncio.gather(transaction.update(play.pair, 2, "127.0.0.1", 1), *ranks), SPARE)
-        reason = play.pair.results[2][A].reason
+        await asyncio.wait_for(asyncio.gather(transaction.update(play.pair, first(2), "127.0.0.1", 1), *ranks), SPARE)
+        reason = play.pair.results[first(2)][A].reason
         assert ("were not heard from" if silent else "trainer rank 0 gave up version 2") in reason
         assert "connect" not in play.engine.calls
         play.pair.begin, play.pair.silent = begin, ()  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import trustme
 from gateway_support import running_gateway
+from loopback_support import LOOPBACKS
 from spawn_support import free_port
 from starlette.testclient import TestClient
 
@@ -30,8 +31,15 @@ from weightcast.gateway.server.tokens import Access, Throttle, Tokens, make_toke
 from weightcast.transfer.errors import InputError, TransferError
 from weightcast.transfer.wire.messages import MSGPACK
 
-TOKENS = Tokens(make_token(), make_token(), make_token())
-OF_SCOPE = {Access.READ: TOKENS.read, Access.WORKER: TOKENS.worker, Access.OPERATOR: TOKENS.operator}
+TOKENS = Tokens(make_token(), make_token(), make_token(), make_token())
+OF_SCOPE = {
+    Access.READY: TOKENS.ready,
+    Access.READ: TOKENS.read,
+    Access.WORKER: TOKENS.worker,
+    Access.OPERATOR: TOKENS.operator,
+}
+OPEN = "/livez"
+READY = "/pairs/{name}/instances/{instance}/ready"
 
 
 @pytest.fixture
@@ -58,20 +66,34 @@ def test_every_route_says_its_scope() -> None:
         "/pairs/{name}",
         "/pairs/{name}/instances/{instance}",
     }
-    changing = [path for (method, path), scope in scopes.items() if scope is Access.READ and method != "GET"]
+    changing = [path for (method, path), scope in scopes.items() if scope <= Access.READ and method != "GET"]
     assert changing == [], "who may only read changes nothing"
+    assert [path for (_, path), scope in scopes.items() if scope is Access.READY] == [READY]
+    assert [path for (_, path), scope in scopes.items() if scope is Access.OPEN] == [OPEN]
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), bearer(TOKENS.read[:-1]), {"Authorization": "x"}])
 def test_every_route_without_a_right_token(headers: dict[str, str]) -> None:
-    for _, method, path in requests():
+    for route, method, path in requests():
+        if route.access is Access.OPEN:
+            continue
         client = TestClient(make_app(Gateway("127.0.0.1", 1), TOKENS), raise_server_exceptions=False)
         answer = client.request(method, path, headers=headers)
         assert (answer.status_code, answer.json()["error"]) == (401, "AuthorizationError"), path
         assert client.request(method, path, headers={"Authorization": f"Basic {TOKENS.operator}"}).status_code == 401
 
 
-@pytest.mark.parametrize("scope", list(Access))
+def test_the_open_route_tells_nothing_and_is_never_throttled(client: TestClient) -> None:
+    assert client.get(OPEN, headers={"Transfer-Encoding": "chunked"}).status_code == 411, (
+        "sizes are checked all the same"
+    )
+    for headers in [{}, *[bearer("guess")] * 25]:
+        answer = client.get(OPEN, headers=headers)
+        assert (answer.status_code, answer.json()) == (200, {})
+    assert client.get("/pairs", headers=bearer(TOKENS.read)).status_code == 200, "a token shown there is no guess"
+
+
+@pytest.mark.parametrize("scope", list(OF_SCOPE))
 def test_every_route_with_a_token_of_each_scope(client: TestClient, scope: Access) -> None:
     for route, method, path in requests():
         answer = client.request(method, path, headers=bearer(OF_SCOPE[scope]), content=b"{no json")
@@ -81,11 +103,13 @@ def test_every_route_with_a_token_of_each_scope(client: TestClient, scope: Acces
             assert f"needs a token of scope {route.access.name.lower()}" in answer.json()["message"]
         else:
             assert answer.status_code not in (401, 403, 404, 405, 500), (path, answer.text)
+            assert (answer.status_code == 503) == (route.path == READY), "there is no such instance"
 
 
 def test_what_is_no_route(client: TestClient) -> None:
     for path in ("/", "/docs", "/pairs/a/b/c"):
         assert client.get(path).status_code == 401, "nobody learns what there is without a token"
+        assert client.get(path, headers=bearer(TOKENS.ready)).status_code == 403
         assert client.get(path, headers=bearer(TOKENS.read)).status_code == 404
     answer = client.patch("/pairs/a", headers=bearer(TOKENS.read))
     assert (answer.status_code, answer.json()["message"]) == (
@@ -158,6 +182,26 @@ def test_the_throttle() -> None:
     throttle.wrong("a", 1, 11.0)
     throttle.wrong("a", 1, 11.0)
     assert throttle.wait("a", 1, 12.0) == 9.0, "it is known no more"
+
+
+@pytest.mark.parametrize(
+    ("guesser", "neighbour", "throttled"),
+    [
+        ("10.0.0.7", "::ffff:10.0.0.7", True),
+        ("10.0.0.7", "10.0.0.8", False),
+        ("fd00::7", "fd00::8", True),
+        ("fd00::7", "fd00:0:0:1::7", False),
+        ("::1", "::2", False),
+        ("", "10.0.0.7", False),
+    ],
+)
+def test_a_host_with_many_addresses_is_one_guesser(guesser: str, neighbour: str, throttled: bool) -> None:
+    """A host has one address of IPv4, also where that is mapped into IPv6, and may have a network of 64 bits."""
+    throttle = Throttle(limit=1, window=10.0)
+    throttle.right(neighbour, 1)
+    throttle.wrong(guesser, 1, 0.0)
+    assert (throttle.wait(neighbour, 2, 1.0) > 0) == throttled
+    assert throttle.wait(neighbour, 1, 1.0) == 0.0, "a connection that has shown a right token"
 
 
 @pytest.mark.parametrize(
@@ -257,27 +301,35 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
 
 def test_tokens_of_each_scope_come_from_the_environment() -> None:
     variables = {TOKEN_VARIABLE: TOKENS.operator, "WEIGHTCAST_WORKER_TOKEN": TOKENS.worker}
-    variables["WEIGHTCAST_READ_TOKEN"] = TOKENS.read
+    variables |= {"WEIGHTCAST_READ_TOKEN": TOKENS.read, "WEIGHTCAST_READY_TOKEN": TOKENS.ready}
     address, process = start(**variables)
     try:
         found: dict[str, Any] = {}
         rank = "/pairs/operator/instances/a/ranks/0"
-        for name, token in (("operator", TOKENS.operator), ("worker", TOKENS.worker), ("read", TOKENS.read)):
+        for name in ("operator", "worker", "read", "ready"):
+            token = getattr(TOKENS, name)
             url = f"http://{address}"
             body = {"trainer_world": 1, "instances": {"a": {"kind": "worker", "world_size": 1}}}
             created = httpx.put(f"{url}/pairs/{name}", json=body, headers=bearer(token), trust_env=False)
             beat = httpx.post(f"{url}{rank}/beat", json={}, headers=bearer(token), trust_env=False)
             health = httpx.get(f"{url}/healthz", headers=bearer(token), trust_env=False)
-            found[name] = (created.status_code, beat.status_code, health.json()["status"])
-        assert found == {"operator": (200, 200, "ok"), "worker": (403, 200, "ok"), "read": (403, 403, "ok")}
+            ready = httpx.get(f"{url}/pairs/operator/instances/a/ready", headers=bearer(token), trust_env=False)
+            found[name] = (created.status_code, beat.status_code, health.status_code, ready.status_code)
+        assert found == {
+            "operator": (200, 200, 200, 503),
+            "worker": (403, 200, 200, 503),
+            "read": (403, 403, 200, 503),
+            "ready": (403, 403, 403, 503),
+        }
     finally:
         said = end(process)
     assert not any(token.encode() in said for token in variables.values()), "a given token is not repeated"
 
 
-def test_an_address_that_a_guesser_forwards_is_not_the_one_that_is_throttled() -> None:
+@pytest.mark.parametrize("host", LOOPBACKS)
+def test_an_address_that_a_guesser_forwards_is_not_the_one_that_is_throttled(host: str) -> None:
     alone = httpx.Limits(max_keepalive_connections=0)  # a connection each, and no certificates read for each
-    with running_gateway() as (url, _), httpx.Client(trust_env=False, limits=alone) as client:
+    with running_gateway(host=host) as (url, _), httpx.Client(trust_env=False, limits=alone) as client:
         statuses = [
             client.get(
                 f"{url}/pairs",

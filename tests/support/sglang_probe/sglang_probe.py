@@ -98,7 +98,9 @@ def report(result: Any, scheduler: Any, request: Any) -> Any:
 
     runner = scheduler.tp_worker.model_runner
     owners = {"scheduler": scheduler, "worker": scheduler.tp_worker, "runner": runner, "tree": scheduler.tree_cache}
+    embedding = runner.model.get_submodule("model.embed_tokens").weight
     found = {
+        "padding": float(embedding[runner.model.config.vocab_size :].abs().sum()),
         "tree": scheduler.tree_cache.evictable_size() + scheduler.tree_cache.protected_size(),
         "embeddings": len(mm_schedule.embedding_cache),
         "transferred": _state["transferred"],

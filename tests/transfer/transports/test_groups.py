@@ -7,10 +7,11 @@ import pytest
 import torch
 from executor_workers import give_a_stopped_peer_up, lose_a_peer, share_a_process
 from group_support import join_all, together
+from loopback_support import LOOPBACKS
 from spawn_support import free_port, run_ranks
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, TransferError
+from weightcast.transfer.errors import AddressError, DeadlineError, TransferError
 from weightcast.transfer.transports.choose import join_group
 from weightcast.transfer.transports.communicator import Communicator
 from weightcast.transfer.transports.rendezvous import connect_store, open_store
@@ -28,8 +29,9 @@ def soon(seconds: float = 60.0) -> Deadline:
 
 
 @each_backend
-def test_messages_match_in_order_between_all_pairs(backend: str) -> None:
-    groups = join_all(LABELS, backend=backend)
+@pytest.mark.parametrize("address", LOOPBACKS)
+def test_messages_match_in_order_between_all_pairs(backend: str, address: str) -> None:
+    groups = join_all(LABELS, backend=backend, address=address)
 
     def swap(group: Communicator) -> list[int]:
         peers = [p for p in range(group.size) if p != group.rank]
@@ -50,7 +52,7 @@ def test_the_store_listens_on_the_given_address_only() -> None:
         listening = [line.split()[1] for line in [*tcp, *tcp6] if line.split()[3] == "0A"]
     assert [a for a in listening if a.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
     del store
-    with pytest.raises(TransferError, match=r"cannot listen on '192.0.2.1'.*give an address of this host"):
+    with pytest.raises(AddressError, match=r"cannot listen on 192.0.2.1: 192.0.2.1 is no address of this machine"):
         open_store("192.0.2.1", soon())
 
 

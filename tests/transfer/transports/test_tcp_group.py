@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 
 from weightcast.transfer.deadline import Deadline
-from weightcast.transfer.errors import DeadlineError, TransferError
+from weightcast.transfer.errors import AddressError, DeadlineError, TransferError
 from weightcast.transfer.transports import iovec as spans
 from weightcast.transfer.transports import tcp_handshake as handshake
 from weightcast.transfer.transports.choose import join_group
@@ -431,13 +431,13 @@ def first_free(number: int) -> int:
 
 def test_an_address_of_another_host_is_refused() -> None:
     store, _ = open_store("127.0.0.1", soon())
-    with pytest.raises(TransferError, match=r"cannot listen on '192.0.2.1'.*give an address of this host"):
+    with pytest.raises(AddressError, match=r"cannot listen on 192.0.2.1: 192.0.2.1 is no address of this machine"):
         TcpGroup.join(store, rank=0, labels=PAIR, name="x", deadline=soon(1.0), address="192.0.2.1")
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "::"])
 def test_every_address_at_once_is_none_that_others_can_be_told(address: str) -> None:
-    with pytest.raises(TransferError, match=f"cannot listen on '{address}', which is every address; give one"):
+    with pytest.raises(AddressError, match=f"cannot listen on '{address}', which is every address; give one"):
         open_store(address, soon())
 
 

@@ -26,9 +26,11 @@ from weightcast.transfer.plan.operations import DigestRows, Kind, Operations, Ra
 from weightcast.transfer.plan.verification import ValueCounts, Verify
 from weightcast.transfer.wire.integers import decode_column, encode_column, is_descriptor, payload_bytes
 from weightcast.transfer.wire.messages import (
+    decode_catalog,
     decode_digests,
     decode_part,
     decode_report,
+    encode_catalog,
     encode_digests,
     encode_part,
     encode_report,
@@ -117,6 +119,11 @@ def assert_same(found: object, wanted: object) -> None:
 def test_a_report_comes_back() -> None:
     for report in moe_instance(TINY, 2, 2):
         assert_same(decode_report(encode_report(report)), report)
+
+
+def test_a_catalog_comes_back() -> None:
+    for specs in (small_report().table.tensors.specs(), {}, {"scalar": TensorSpec((), "float32")}):
+        assert decode_catalog(encode_catalog(TensorTable.from_specs(specs))).specs() == specs
 
 
 def test_a_report_without_anything_comes_back() -> None:
@@ -245,11 +252,12 @@ def changed(data: bytes, **changes: Any) -> bytes:
 
 
 REPORT, PART, DIGESTS = encode_report(small_report()), encode_part(small_part()), encode_digests(small_digests())
-DECODERS = [(REPORT, decode_report), (PART, decode_part), (DIGESTS, decode_digests)]
+CATALOG = encode_catalog(small_report().table.tensors)
+DECODERS = [(REPORT, decode_report), (PART, decode_part), (DIGESTS, decode_digests), (CATALOG, decode_catalog)]
 N, T = len(small_report().table), len(small_report().table.tensors)
 
 
-@pytest.mark.parametrize(("data", "decode"), DECODERS, ids=["report", "part", "digests"])
+@pytest.mark.parametrize(("data", "decode"), DECODERS, ids=["report", "part", "digests", "catalog"])
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -405,7 +413,7 @@ def test_texts_with_control_characters_are_not_sent() -> None:
         encode_report(small_report(notes=LayoutNotes(left_out=(("a", "two\nlines"),))))
 
 
-@pytest.mark.parametrize(("data", "decode"), DECODERS, ids=["report", "part", "digests"])
+@pytest.mark.parametrize(("data", "decode"), DECODERS, ids=["report", "part", "digests", "catalog"])
 def test_messages_above_the_limit(data: bytes, decode: Callable[..., object]) -> None:
     with pytest.raises(WireError, match=r"more than the limit of 50"):
         decode(data, max_bytes=50)
@@ -481,7 +489,7 @@ def test_mutated_headers_raise_nothing_else(draw: st.DataObject) -> None:
     data, decode = draw.draw(st.sampled_from(DECODERS))
     fields, columns, payload = frame(data)
     for _ in range(draw.draw(st.integers(1, 3))):
-        part = draw.draw(st.sampled_from([fields, columns]))
+        part = draw.draw(st.sampled_from([part for part in (fields, columns) if part]))
         name = draw.draw(st.sampled_from(sorted(part)))
         if part is columns and isinstance(part[name], list) and part[name] and draw.draw(st.booleans()):
             part[name][draw.draw(st.integers(0, len(part[name]) - 1))] = draw.draw(HOSTILE)
