@@ -266,6 +266,8 @@ class TrainerWorker:
             raise UpdateError(text)
         if failures:
             self._warn(f"pair {self._pair}: {text}")
+        if not instances:
+            self._warn(f"pair {self._pair}: version {version} reaches nobody: all instances have left; let one join")
         return UpdateResult(version.number, str(version), instances, reports)
 
     def _begin(self) -> None:

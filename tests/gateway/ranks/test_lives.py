@@ -311,3 +311,19 @@ def test_a_displaced_process_is_refused_by_the_next_gateway_too(undo: ExitStack,
             client.orders("main", ENGINE, 0, 0.0)
         training.update(3)
         soon(lambda: second.state == (3, False))
+
+
+def test_an_update_that_reaches_nobody_says_so(undo: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    """An operator has taken out the only instance: it is no error, and it was not said."""
+    url, token = undo.enter_context(running_gateway())
+    create(url, token)
+    engine = Engine(url, token)
+    undo.callback(engine.close)
+    training = trainer(url, token)
+    undo.callback(training.close)
+    training.update(1)
+    with GatewayClient(url, token) as client:
+        client.leave_instance("main", ENGINE)
+    with caplog.at_level("WARNING", "weightcast.worker"):
+        assert training.update(2).instances == {}
+    assert "pair main: version 2 reaches nobody: all instances have left; let one join" in caplog.text
