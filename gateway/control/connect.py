@@ -238,7 +238,7 @@ def _listed(members: Sequence[str]) -> str:
 
 
 def _unjoined(pair: Pair, instance: Instance) -> str:
-    """What is known of the ranks of both sides that have not joined."""
+    """Accounts of the ranks of both sides that have not joined."""
     if instance.parts is None:
         return ""
     senders = [r for r in instance.parts.trainer_ranks(instance.name) if f"trainer rank {r}" not in instance.joined]

@@ -202,7 +202,7 @@ class Instance(Party):
         return min([*beats, *([self.driver.absence.since] if self.driver.absence is not None else [])])
 
     def obituary(self) -> str:
-        """Who of a dead instance was not heard from since when, in words."""
+        """The rank or engine of a dead instance that was not heard from, and since when, in words."""
         if (absence := self.driver.absence) is not None:
             return absence.why
         rank = min(self.silent, key=lambda rank: self.heard[rank])
@@ -416,7 +416,7 @@ class Instance(Party):
         return self._process(identity) if (identity := self.identities.get(rank)) else ""
 
     def unregistered(self) -> str:
-        """What is known of the ranks that have not registered for the present epoch, and what to do about them."""
+        """Accounts of the ranks that have not registered for the present epoch, and the remedy."""
         ranks = [rank for rank in range(self.world) if rank not in self.reports]
         if self.spec.kind != "worker":
             remedy = f"the engine was asked at {self.spec.shown_url}; its log says what keeps it"

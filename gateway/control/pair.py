@@ -587,7 +587,7 @@ class Pair(Party):
         return [(name, wait) for name, side in sides for wait in side.waits]
 
     def waiting_json(self) -> list[dict[str, Any]]:
-        """Who is missing in each wait under way, as JSON."""
+        """The waits under way, with the missing of each, as JSON."""
         return [{"instance": name, **asdict(wait.record())} for name, wait in self.under_way()]
 
     def status(self) -> dict[str, Any]:

@@ -347,12 +347,9 @@ class InstanceWorker:
                 except AbsentError as error:
                     self._outage.over()
                     self._say_absent(error)
-                except AuthorizationError as error:
-                    if self._cursor is None:
-                        raise  # its token was never right
-                    self._outage.note(error, self._standing)
-                except TransferError as error:
-                    if not self._client.lost:
+                except (AuthorizationError, TransferError) as error:
+                    was_taken = isinstance(error, AuthorizationError) and self._cursor is not None
+                    if not (self._client.lost or was_taken):
                         raise
                     self._outage.note(error, self._standing)
                 seconds = deadline - time.monotonic()
@@ -373,7 +370,7 @@ class InstanceWorker:
 
     @property
     def _standing(self) -> str:
-        """What this rank does while its gateway is gone, in words."""
+        """The state of this rank while its gateway is gone, in words."""
         if not self.fenced:
             return f"serving version {self.stamp}"
         return "nothing was committed yet" if self.version is None else f"fenced since version {self.stamp}"

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from plain_support import Piece, PlainSink
@@ -20,7 +21,19 @@ from weightcast.gateway.ranks.trainer import TrainerWorker
 from weightcast.transfer.errors import WeightcastError
 from weightcast.transfer.protocols import Sink
 
-__all__ = ["ENGINE", "ONE", "SIZE", "Engine", "Link", "create", "cut_link", "soon", "trainer"]
+__all__ = [
+    "ENGINE",
+    "ONE",
+    "SIZE",
+    "Engine",
+    "Link",
+    "create",
+    "cut_link",
+    "engine_on",
+    "soon",
+    "trainer",
+    "training_on",
+]
 
 SIZE = 8
 ENGINE = "rollout-0"
@@ -82,6 +95,20 @@ def trainer(url: str, token: str, pair: str = "main", value: float = 1.0) -> Tra
     source = PlainSource({"t": torch.full((SIZE,), value)})
     worker = TrainerWorker(url, pair, source, rank=0, world_size=1, token=token)
     worker.connect()
+    return worker
+
+
+def engine_on(undo: ExitStack, url: str, token: str, name: str = ENGINE, **options: Any) -> Engine:
+    """An engine that ends with the test."""
+    engine = Engine(url, token, name=name, **options)
+    undo.callback(engine.close)
+    return engine
+
+
+def training_on(undo: ExitStack, url: str, token: str, value: float = 1.0) -> TrainerWorker:
+    """A trainer of one rank, connected, that ends with the test."""
+    worker = trainer(url, token, value=value)
+    undo.callback(worker.close)
     return worker
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from gateway_support import running_gateway
-from life_support import ENGINE, ONE, SIZE, Engine, create, soon, trainer
+from life_support import ENGINE, ONE, SIZE, Engine, create, engine_on, soon, training_on
 from spawn_support import free_port
 
 from weightcast.adapters.unsharded import PlainSource
@@ -30,18 +29,6 @@ def undo() -> Iterator[ExitStack]:
         yield stack
 
 
-def started(undo: ExitStack, url: str, token: str, name: str = ENGINE, **options: Any) -> Engine:
-    engine = Engine(url, token, name=name, **options)
-    undo.callback(engine.close)
-    return engine
-
-
-def training_on(undo: ExitStack, url: str, token: str, value: float = 1.0) -> TrainerWorker:
-    worker = trainer(url, token, value=value)
-    undo.callback(worker.close)
-    return worker
-
-
 def versions(url: str, token: str) -> dict[str, object]:
     with GatewayClient(url, token) as client:
         return {name: record["version"] for name, record in client.pair_status("main")["instances"].items()}
@@ -52,7 +39,7 @@ def test_a_trainer_resumes_from_an_older_step(undo: ExitStack, tmp_path: Path) -
     options, port = ("--state", str(tmp_path / "state")), free_port()
     with running_gateway(*options, port=port) as (url, token):
         create(url, token)
-        engine = started(undo, url, token)
+        engine = engine_on(undo, url, token)
         training_on(undo, url, token).update(100)
         soon(lambda: engine.state == (100, False))
         assert (engine.worker.stamp, versions(url, token)) == ("100", {ENGINE: 100})
@@ -79,7 +66,7 @@ def test_an_instance_that_was_away_when_the_lineage_began_comes_back(undo: ExitS
     with GatewayClient(url, token) as client:
         settings = {"outage": 2.0, "heartbeat": 0.2, "silence": 2.0, "register": 10.0}
         client.create_pair("main", 1, {**ONE, OTHER: ONE[ENGINE]}, settings)
-    engine, away = started(undo, url, token), Engine(url, token, name=OTHER)
+    engine, away = engine_on(undo, url, token), Engine(url, token, name=OTHER)
     training = training_on(undo, url, token)
     training.update(100)
     soon(lambda: away.state == (100, False))
@@ -87,7 +74,7 @@ def test_an_instance_that_was_away_when_the_lineage_began_comes_back(undo: ExitS
     with pytest.raises(UpdateError, match=f"version 81@2 is not served everywhere: {OTHER} is "):
         training.update(81, restart=True)
     assert versions(url, token) == {ENGINE: "81@2", OTHER: 100}
-    back = started(undo, url, token, OTHER, memory=away.worker.memory, weights=away.weights)
+    back = engine_on(undo, url, token, OTHER, memory=away.worker.memory, weights=away.weights)
     assert back.state == (100, False), "it goes on with what it has, under its stamp"
     with GatewayClient(url, token) as client:
         soon(lambda: client.pair_status("main")["instances"][OTHER]["silent"] == [])
@@ -101,7 +88,7 @@ def test_a_restart_is_refused_where_stamps_are_integers(undo: ExitStack) -> None
     url, token = undo.enter_context(running_gateway())
     with GatewayClient(url, token) as client:
         client.create_pair("main", 1, {**ONE, OTHER: INTEGER}, {"outage": 2.0})
-    engines = [started(undo, url, token, name) for name in (ENGINE, OTHER)]
+    engines = [engine_on(undo, url, token, name) for name in (ENGINE, OTHER)]
     training = training_on(undo, url, token)
     training.update(100)
     soon(lambda: [engine.state for engine in engines] == [(100, False)] * 2)
@@ -124,7 +111,7 @@ def test_a_lineage_lasts_though_the_update_that_began_it_failed(undo: ExitStack,
     options, port = ("--state", str(tmp_path / "state")), free_port()
     with running_gateway(*options, port=port) as (url, token):
         create(url, token)
-        engine = started(undo, url, token)
+        engine = engine_on(undo, url, token)
         training_on(undo, url, token).update(100)
         weights = torch.full((SIZE,), float("nan"))
         training = TrainerWorker(url, "main", PlainSource({"t": weights}), rank=0, world_size=1, token=token)
@@ -150,7 +137,7 @@ def test_ranks_that_do_not_agree_about_a_restart_are_told(
 ) -> None:
     url, token = undo.enter_context(running_gateway())
     create(url, token, trainers=2)
-    engine = started(undo, url, token)
+    engine = engine_on(undo, url, token)
     source = PlainSource({"t": torch.ones(SIZE)})
     workers = [TrainerWorker(url, "main", source, rank=rank, world_size=2, token=token) for rank in range(2)]
     pool = undo.enter_context(ThreadPoolExecutor(2))
@@ -200,7 +187,7 @@ class Hooks:
 def test_a_colocated_cycle_resumes_from_an_older_step(undo: ExitStack) -> None:
     url, token = undo.enter_context(running_gateway())
     create(url, token)
-    engine = started(undo, url, token)
+    engine = engine_on(undo, url, token)
     for resumes, versions_of_run, stamps in ((False, (99, 100), ["99", "100"]), (True, (81, 82), ["81@2", "82@2"])):
         weights = torch.zeros(SIZE)
         source = PlainSource({"t": weights})

@@ -17,7 +17,7 @@ import pytest
 import torch
 from engine_support import first
 from gateway_support import running_gateway
-from life_support import ENGINE, ONE, Engine, create, soon, trainer
+from life_support import ENGINE, ONE, Engine, create, engine_on, soon, trainer, training_on
 from spawn_support import free_port
 
 from weightcast.adapters.unsharded import PlainSource
@@ -32,18 +32,6 @@ from weightcast.transfer.errors import DisplacedError, VersionError
 def undo() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-def engine_on(undo: ExitStack, url: str, token: str) -> Engine:
-    engine = Engine(url, token)
-    undo.callback(engine.close)
-    return engine
-
-
-def training_on(undo: ExitStack, url: str, token: str, value: float = 1.0) -> TrainerWorker:
-    worker = trainer(url, token, value=value)
-    undo.callback(worker.close)
-    return worker
 
 
 def record(url: str, token: str) -> dict[str, Any]:
