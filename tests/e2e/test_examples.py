@@ -155,7 +155,7 @@ def readiness(root: Path, gateway: str, token: str, instance: str) -> subprocess
 
 @pytest.mark.slow
 def test_readiness(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Kubernetes and a router are told of an engine that is fenced, serves, and dies."""
+    """Answers to Kubernetes and to a router about an engine that is fenced, serves, and dies."""
     ready, url_of_engine = make_token(), "http://10.0.0.7:30000"
     monkeypatch.setenv("WEIGHTCAST_READY_TOKEN", ready)
     with running_gateway() as (url, token), router() as (router_url, workers), ExitStack() as started:

@@ -45,7 +45,7 @@ SERVER: dict[str, Any] = {
     "admin_api_key": "the-admin-key",
     "internal_states": [{"tp_size": 2, "weightcast": "0.1.0"}],
 }
-"""What it says of itself in part, with its keys."""
+"""A part of its account of itself, with its keys."""
 
 STEPS: dict[str, Callable[[EngineDriver], Any]] = {
     "connect": lambda driver: driver.connect("127.0.0.1", PORT, GROUP),
@@ -237,7 +237,7 @@ KEY, ADMIN_KEY = "WEIGHTCAST_ENGINE_KEY", "WEIGHTCAST_ENGINE_KEY_ADMIN"
 def test_each_call_carries_its_key(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, str], reads: str | None, updates: str | None
 ) -> None:
-    """What reads is an ordinary route of SGLang's; all others want the admin's key where there is one."""
+    """Reading is an ordinary route of SGLang's; all others want the admin's key where there is one."""
     monkeypatch.setenv(KEY, "the-key")
     monkeypatch.setenv(ADMIN_KEY, "the-admin-key")
     server = Server()
@@ -288,7 +288,7 @@ def test_a_key_that_is_missing_or_another_one(
 
 @pytest.mark.parametrize("name", ["the-key", "WEIGHTCAST_TOKEN", "AWS_SECRET_ACCESS_KEY", f"{KEY}-1", f"{KEY}\n"])
 def test_no_other_secret_can_be_sent(name: str) -> None:
-    """What is no name of such a variable may be a key, so it is not shown."""
+    """A text that is no name of such a variable may be a key, so it is not shown."""
     for field in ("api_key_variable", "admin_api_key_variable"):
         with pytest.raises(InputError) as caught:
             EngineSpec.given({"world_size": 1, field: name}, "rollout-0")

@@ -1,4 +1,4 @@
-"""Who stays dead leaves its pair by itself, and comes back by itself: by whose clock, and who does not."""
+"""An instance that stays dead leaves its pair by itself, and comes back by itself: by whose clock, and who does not."""
 
 from __future__ import annotations
 
